@@ -1,0 +1,156 @@
+"""The commands and what they take; what they do is imported when one runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from octavo.cli.flags import with_flags
+from octavo.cli.terminal import open_llm, show_error
+from octavo.config import EngineConfig
+from octavo.errors import InvalidValueError, OctavoError
+from octavo.sampling_params import SamplingParams
+
+
+class Commands(TyperGroup):
+    """All commands end alike: a mendable error in one line with exit code 2, Ctrl-C with 130, anything else with its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OctavoError as error:
+            show_error(error)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
+
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="an alias, a hub id (org/name), a folder or a .gguf file")]
+ModelOption = Annotated[str, typer.Option("--model", metavar="MODEL", help="an alias, a hub id (org/name), a folder or a .gguf file")]
+RevisionOption = Annotated[str | None, typer.Option("--revision", metavar="NAME", help="branch, tag or commit of a hub id")]
+SystemOption = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="system message; implies --chat where there is one")]
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"octavo {version('octavo')}")
+        raise typer.Exit
+
+
+@app.callback()
+def octavo(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")] = False,
+) -> None:
+    """Octavo, an LLM inference engine built on PagedAttention."""
+
+
+@app.command()
+def pull(model: ModelArgument, revision: RevisionOption = None) -> None:
+    """Fetch a model's weights, check them, and print where they are."""
+    from octavo.loading import hub
+
+    print(hub.pull(model, revision))
+
+
+@app.command("list")
+def list_models() -> None:
+    """List the models known by name and those in the caches."""
+    from rich.filesize import decimal
+
+    from octavo.loading import hub
+
+    for model in hub.list_models():
+        place = str(model.path) if model.present else f"not fetched; octavo pull {model.name}"
+        print(f"{model.name:<32} {decimal(model.bytes):>9}  {place}" + (f"  ({model.about})" if model.about else ""))
+
+
+@app.command()
+def rm(
+    model: ModelArgument,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete a model from the caches."""
+    from rich.filesize import decimal
+
+    from octavo.loading import hub
+
+    if not yes and not sys.stdin.isatty():
+        raise InvalidValueError(f"rm {model}: nobody to ask here; --yes deletes without asking")
+    if not yes and not typer.confirm(f"Delete {model} from the cache?"):
+        raise typer.Exit(1)
+    print(f"{model}: {decimal(hub.remove(model))} freed")
+
+
+@app.command()
+@with_flags(max_tokens=128)
+def generate(
+    config: EngineConfig,
+    params: SamplingParams,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="one prompt is streamed, several run together")] = None,
+    file: Annotated[
+        str | None, typer.Option("--file", metavar="FILE", help="prompts, one a line; .jsonl with prompt or messages; - is stdin")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt as a user message in the model's chat template.")] = False,
+    system: SystemOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each prompt, and nothing else.")] = False,
+    model: ModelOption = DEFAULT_MODEL,
+    revision: RevisionOption = None,
+) -> None:
+    """Complete prompts. Answers go to stdout, a line of figures to stderr."""
+    from octavo.cli.generate import read_prompts, run
+
+    wanted = read_prompts(prompts or [], file)
+    with open_llm(model, revision, config) as llm:
+        run(llm, wanted, params, chat, system, json)
+
+
+@app.command()
+@with_flags(max_tokens=256)
+def chat(
+    config: EngineConfig,
+    params: SamplingParams,
+    system: SystemOption = None,
+    model: ModelOption = DEFAULT_MODEL,
+    revision: RevisionOption = None,
+) -> None:
+    """Talk to a model. /help lists what can be typed; Ctrl-C stops an answer, Ctrl-D leaves."""
+    from octavo.cli.chat import run
+
+    with open_llm(model, revision, config) as llm:
+        run(llm, params, system)
+
+
+@app.command("config")
+@with_flags()
+def show_config(
+    config: EngineConfig,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of YAML.")] = False,
+) -> None:
+    """Print the effective configuration; --config accepts it again."""
+    if json:
+        from json import dumps
+
+        print(dumps(config.to_dict(), indent=2))
+    else:
+        import yaml
+
+        print(yaml.safe_dump(config.to_dict(), sort_keys=False), end="")
+
+
+def main() -> None:
+    """Entry point of the `octavo` command."""
+    for stream in (sys.stdout, sys.stderr):
+        # an answer may hold characters that an old terminal's encoding lacks
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    app()

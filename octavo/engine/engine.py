@@ -1,0 +1,191 @@
+"""The step loop: requests in, plans out to the executor, tokens back, text out."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from octavo.config import EngineConfig
+from octavo.core.request import Request
+from octavo.core.scheduler import Change, Scheduler
+from octavo.core.stats import Stats
+from octavo.errors import InvalidValueError, PromptTooLongError
+from octavo.executor.base import Executor
+from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from octavo.sampling_params import SamplingParams
+from octavo.text.detokenizer import Detokenizer
+from octavo.text.tokenizer import Tokenizer
+
+Prompt = str | list[int] | dict[str, list[int]]
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request's output as it grows."""
+
+    request: Request
+    output: RequestOutput
+    detokenizer: Detokenizer
+
+
+class Engine:
+    """One scheduler, one executor. Not thread-safe: all calls come from one thread, the one that computes.
+
+    clock: monotonic seconds, for deadlines and metrics.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        *,
+        eos_token_ids: frozenset[int] = frozenset(),
+        check_invariants: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.executor = executor
+        self.tokenizer = tokenizer
+        self.capacity = executor.capacity
+        self._eos_token_ids = eos_token_ids
+        self._check_invariants = check_invariants
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._live: dict[str, _Live] = {}
+        self._seconds = {"schedule_seconds": 0.0, "forward_seconds": 0.0, "wall_seconds": 0.0}
+        self.scheduler = Scheduler(
+            num_blocks=self.capacity.num_blocks,
+            block_size=self.capacity.block_size,
+            max_batch_size=config.scheduler.max_batch_size,
+            prefill_chunk_size=config.scheduler.prefill_chunk_size,
+            policy=config.scheduler.policy,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """A prompt in any of its forms -> (its text if it has one, its ids). Raises InvalidValueError for what can never run."""
+        text = prompt if isinstance(prompt, str) else None
+        if text is not None:
+            ids = self.tokenizer.encode(text)
+        elif isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
+            ids = prompt["prompt_token_ids"]
+        else:
+            ids = prompt  # type: ignore[assignment]
+        if not isinstance(ids, list):
+            raise InvalidValueError(f"prompt: {prompt!r}; allowed: a text, a list of token ids, or {{'prompt_token_ids': [...]}}")
+        if not ids:
+            raise InvalidValueError("prompt: it is empty; at least one token is needed")
+        for token_id in ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < self.capacity.vocab_size:
+                raise InvalidValueError(f"prompt: token id {token_id!r}; allowed: 0 to {self.capacity.vocab_size - 1}")
+        if len(ids) >= self.capacity.longest:
+            raise PromptTooLongError(
+                f"prompt: {len(ids)} tokens, and one at least to generate; "
+                f"a sequence may have {self.capacity.longest} ({self.capacity.bound_by})"
+            )
+        return text, ids
+
+    def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> str:
+        """Queue a request; returns its id. Raises InvalidValueError, queueing nothing, for what can never run."""
+        text, ids = self.encode(prompt)
+        return self.add_encoded(text, ids, params, request_id)
+
+    def add_encoded(self, text: str | None, ids: list[int], params: SamplingParams, request_id: str | None = None) -> str:
+        """Queue a prompt that `encode` has passed."""
+        for token_id in params.stop_token_ids:
+            if token_id >= self.capacity.vocab_size:
+                raise InvalidValueError(f"stop_token_ids: {token_id}; allowed: 0 to {self.capacity.vocab_size - 1}")
+        now = self._clock()
+        number = next(self._numbers)
+        timeout_ms = params.timeout_ms if params.timeout_ms is not None else self.config.scheduler.timeout_ms
+        room = self.capacity.longest - len(ids)
+        request = Request(
+            request_id if request_id is not None else f"request-{number}",
+            ids,
+            params,
+            arrival=now,
+            max_length=len(ids) + (room if params.max_tokens is None else min(room, params.max_tokens)),
+            deadline=None if timeout_ms is None else now + timeout_ms / 1000,
+            eos_token_ids=self._eos_token_ids,
+            # The engine's seed and the request's number make a run repeatable as a whole.
+            seed=params.seed if params.seed is not None else (self.config.model.seed << 32) + number,
+        )
+        self.scheduler.add(request)
+        outputs = [CompletionOutput(sequence.choice, "", []) for sequence in request.sequences]
+        output = RequestOutput(request.request_id, text, ids, outputs, False, RequestMetrics(now))
+        self._live[request.request_id] = _Live(request, output, Detokenizer(self.tokenizer, ids, params.skip_special_tokens))
+        return request.request_id
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; its blocks are free at once. False where no such request is live."""
+        return self.scheduler.finish(request_id, "abort")
+
+    def forget(self, request_id: str) -> None:
+        """End a request whose caller has gone, leaving no output behind."""
+        self.abort(request_id)
+        self._live.pop(request_id, None)
+        if not self._live:
+            self.scheduler.take_changes()
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns the requests that gained text or ended, each output valid until its request's next."""
+        began = time.perf_counter()
+        plan = self.scheduler.schedule(self._clock())
+        planned = time.perf_counter()
+        if plan is None:
+            changes = self.scheduler.take_changes()
+        else:
+            try:
+                result = self.executor.execute(plan)
+            except Exception as error:
+                # What a request holds must never stop the engine: the step's requests end, the others go on.
+                self.scheduler.fail(plan.step, f"{type(error).__name__}: {error}")
+                changes = self.scheduler.take_changes()
+            else:
+                self._seconds["forward_seconds"] += result.forward_seconds
+                changes = self.scheduler.update(result)
+        if self._check_invariants:
+            self.scheduler.check()
+        outputs = [output for change in changes if (output := self._apply(change)) is not None]
+        self._seconds["schedule_seconds"] += planned - began
+        self._seconds["wall_seconds"] += time.perf_counter() - began
+        return outputs
+
+    def stats(self) -> Stats:
+        stats = self.scheduler.stats(self.capacity.kv_bytes, self.executor.mapping_bytes())
+        return dataclasses.replace(stats, **self._seconds)
+
+    def _apply(self, change: Change) -> RequestOutput | None:
+        sequence = change.sequence
+        live = self._live.get(sequence.request.request_id)
+        if live is None:
+            return None
+        output, now = live.output, self._clock()
+        completion = output.outputs[sequence.choice]
+        if change.token_ids and output.metrics.first_token is None:
+            output.metrics.first_token = now
+        completion.token_ids += change.token_ids
+        # A stop id belongs to the tokens and not to the text.
+        spoken = change.token_ids[:-1] if sequence.finish_reason == "stop" else change.token_ids
+        output.delta = live.detokenizer.push(spoken)
+        if sequence.finished:
+            output.delta += live.detokenizer.finish()
+            completion.finish_reason, completion.stop_reason, completion.error = (
+                sequence.finish_reason,
+                sequence.stop_reason,
+                sequence.error,
+            )
+        completion.text += output.delta
+        output.metrics.preemptions = sequence.num_preemptions
+        if live.request.finished:
+            output.finished = True
+            output.metrics.finished = now
+            del self._live[output.request_id]
+        return output

@@ -1,0 +1,179 @@
+"""Offline inference: `LLM`, in the shape of vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.config import EngineConfig
+from octavo.core.stats import Stats
+from octavo.engine.engine import Engine, Prompt
+from octavo.errors import EngineError, InvalidValueError
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import SamplingParams
+from octavo.text.tokenizer import Tokenizer
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model, loaded and ready.
+
+    model: an alias, a hub id, a folder or a .gguf file. config: a YAML file or its parsed sections. settings: any setting of
+    the configuration by name. on_tensor: called while loading with (tensors taken, tensors in the checkpoint).
+    check_invariants: audit the books after every step.
+
+    Raises ModelNotFoundError, CheckpointError, ConfigError. Use from one thread; `close()` or leave the context to free the memory.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "smollm2-135m",
+        config: str | Path | Mapping[str, Any] | EngineConfig | None = None,
+        *,
+        revision: str | None = None,
+        on_tensor: Callable[[int, int], None] | None = None,
+        check_invariants: bool = False,
+        **settings: Any,
+    ) -> None:
+        if isinstance(config, EngineConfig):
+            config = config.to_dict()
+        self.config = EngineConfig.create(config, **settings)
+        from octavo.executor.inline import InlineExecutor
+        from octavo.loading import open_checkpoint
+        from octavo.loading.hub import resolve
+
+        checkpoint = open_checkpoint(resolve(str(model), revision))
+        try:
+            metadata = getattr(checkpoint, "metadata", None)
+            self.tokenizer = Tokenizer.from_gguf(metadata) if metadata is not None else Tokenizer.from_folder(checkpoint.path)
+            ends = checkpoint.generation_config.get("eos_token_id") or []
+            executor = InlineExecutor(checkpoint, self.config, on_tensor)
+        finally:
+            checkpoint.close()
+        self._engine: Engine | None = Engine(
+            self.config,
+            executor,
+            self.tokenizer,
+            eos_token_ids=frozenset([*self.tokenizer.eos_token_ids, *([ends] if isinstance(ends, int) else ends)]),
+            check_invariants=check_invariants,
+        )
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise EngineError("the engine is closed")
+        return self._engine
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_progress: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts, batched; returns their outputs in order.
+
+        prompts: one, or a list: texts, lists of token ids, or {"prompt_token_ids": [...]}. sampling_params: one for all, or one each.
+        on_progress: called with each request that ended. Raises InvalidValueError before anything runs.
+        """
+        many = _as_prompts(prompts)
+        params = _as_params(sampling_params, len(many))
+        engine = self.engine
+        encoded = [engine.encode(prompt) for prompt in many]
+        ids: list[str] = []
+        done: dict[str, RequestOutput] = {}
+        try:
+            for (text, token_ids), one in zip(encoded, params, strict=True):
+                ids.append(engine.add_encoded(text, token_ids, one))
+            while len(done) < len(ids):
+                for output in engine.step():
+                    if output.finished:
+                        done[output.request_id] = output
+                        if on_progress is not None:
+                            on_progress(output)
+        finally:
+            self._drop(request_id for request_id in ids if request_id not in done)
+        return [done[request_id] for request_id in ids]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Answer one prompt, yielding its output whenever it grows, `delta` being the text added. Closing the iterator aborts."""
+        engine = self.engine
+        request_id = engine.add(prompt, sampling_params or SamplingParams())
+        return self._follow(engine, request_id)
+
+    def _follow(self, engine: Engine, request_id: str) -> Iterator[RequestOutput]:
+        finished = False
+        try:
+            while not finished:
+                for output in engine.step():
+                    if output.request_id == request_id:
+                        finished = output.finished
+                        yield output
+        finally:
+            if not finished:
+                self._drop([request_id])
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_progress: Callable[[RequestOutput], None] | None = None,
+        **template_variables: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of them, each a list of {"role", "content"}; `template_variables` go to the chat template."""
+        if not isinstance(messages, (list, tuple)) or not messages:
+            raise InvalidValueError("messages: allowed: a list of {'role': ..., 'content': ...}, or a list of such lists, not empty")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts: list[Prompt] = [self.tokenizer.encode_chat(conversation, **template_variables) for conversation in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, on_progress=on_progress)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request from within a stream or a progress callback; False where it is not live."""
+        return self.engine.abort(request_id)
+
+    def stats(self) -> Stats:
+        return self.engine.stats()
+
+    def check_integrity(self) -> None:
+        """Audit every invariant of the books. Raises InvariantError."""
+        self.engine.scheduler.check()
+
+    def close(self) -> None:
+        """Free model and KV memory. The object is of no use after; closing twice does nothing."""
+        if self._engine is not None:
+            self._engine.executor.close()
+            self._engine = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _drop(self, request_ids: Any) -> None:
+        if self._engine is not None:
+            for request_id in request_ids:
+                self._engine.forget(request_id)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise InvalidValueError(f"prompts: {prompts!r}; allowed: a text, a list of token ids, or a list of prompts")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [list(prompts)]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count or not all(isinstance(one, SamplingParams) for one in params):
+        raise InvalidValueError(f"sampling_params: {len(params)} for {count} prompts; allowed: one for all, or one each")
+    return list(params)

@@ -1,0 +1,43 @@
+"""Every error Octavo raises on purpose. Bad input is a `ValueError` too, so that callers need not import this."""
+
+from __future__ import annotations
+
+
+class OctavoError(Exception):
+    """Base of every error Octavo raises on purpose; its text is one sentence for the person who can mend it."""
+
+
+class InvalidValueError(OctavoError, ValueError):
+    """A value the caller gave is wrong: a prompt, a sampling parameter, a configuration key."""
+
+
+class UnsupportedError(OctavoError, ValueError):
+    """The request is understood and well formed, and this version does not offer it."""
+
+
+class ConfigError(InvalidValueError):
+    """A configuration key is unknown, has the wrong type, or contradicts another."""
+
+
+class PromptTooLongError(InvalidValueError):
+    """A prompt exceeds what the context, or the KV pool, can ever hold."""
+
+
+class ModelNotFoundError(OctavoError):
+    """No weights were found under the name given."""
+
+
+class CheckpointError(OctavoError, ValueError):
+    """Weights were found, and are damaged, incomplete, or of a kind Octavo cannot read."""
+
+
+class ChatTemplateError(InvalidValueError):
+    """The model has no chat template, or its template refuses these messages."""
+
+
+class EngineError(OctavoError, RuntimeError):
+    """The engine itself failed, or was used after `close()`."""
+
+
+class InvariantError(EngineError):
+    """An integrity check found the engine's books in disorder: a fault of Octavo's."""

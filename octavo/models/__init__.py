@@ -1,0 +1,34 @@
+"""One file per HF `model_type`, found through the registry below.
+
+A model's file offers `configure(hf) -> DecoderConfig`. Where it is more than a Llama with other data, it offers its own
+`Decoder` too.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from octavo.models.llama import DecoderConfig
+
+MODELS = {
+    "llama": "octavo.models.llama",
+    "mistral": "octavo.models.mistral",
+    "qwen2": "octavo.models.qwen2",
+    "qwen3": "octavo.models.qwen3",
+}
+
+
+def find(hf: Mapping[str, Any]) -> tuple[DecoderConfig, type]:
+    """The model's configuration and decoder class. Raises CheckpointError naming an unsupported type and what is supported."""
+    model_type = hf.get("model_type")
+    if model_type not in MODELS:
+        raise CheckpointError(f"model_type: {model_type!r} is not supported; supported: {', '.join(MODELS)}")
+    module = importlib.import_module(MODELS[model_type])
+    from octavo.models.llama import Decoder
+
+    return module.configure(hf), getattr(module, "Decoder", Decoder)

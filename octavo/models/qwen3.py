@@ -1,0 +1,14 @@
+"""Qwen3: Llama with each head of query and key normalised before rotation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.models.llama import DecoderConfig
+from octavo.models.qwen2 import windows
+
+
+def configure(hf: Mapping[str, Any]) -> DecoderConfig:
+    bias = bool(hf.get("attention_bias", False))
+    return DecoderConfig.from_hf(hf, qkv_bias=bias, output_bias=bias, head_norm=True, windows=windows(hf))

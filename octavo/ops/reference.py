@@ -1,0 +1,238 @@
+"""Every operator in plain torch, on any device: the oracle for other backends, and the backend where there is no other.
+
+A row's result is the same whatever shares the batch with it. Libraries choose their kernel, and with it the order of
+summation, by the shape of the whole product; so products run at fixed shapes here, and sums over a row's context run over
+fixed tiles of it, added in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from octavo.ops.interface import AttentionBatch, LayerKV
+
+PRODUCT_ROWS = 32
+"""Rows of one matrix product, where the library's result for a row depends on how many there are."""
+
+TILE = 64
+"""Context positions summed in one product; every block size divides it or is a multiple of it."""
+
+MIN_QUERY_ROWS = 8
+"""Fewer rows than this select matrix-vector kernels, which sum in another order."""
+
+GROUP_TILES = 1024
+"""Tiles of context gathered at once: bounds the temporaries of one call."""
+
+QUERY_TOKENS = 256
+"""Tokens of one row that attend at once: bounds the score matrix of a long chunk."""
+
+
+class ReferenceOps:
+    """See `octavo.ops.interface.Ops`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # oneDNN's AVX-512 bf16 products give a row the same bits at every row count; its AMX ones do not.
+        amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)()
+        self._invariant = {torch.bfloat16} if device.type == "cpu" and not amx else set()
+
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        return F.embedding(ids, weight)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if x.dtype in self._invariant:
+            return F.linear(x, weight, bias)
+        rows = x.shape[0]
+        out = x.new_empty(-(-rows // PRODUCT_ROWS) * PRODUCT_ROWS, weight.shape[0])
+        for start in range(0, rows, PRODUCT_ROWS):
+            part = x[start : start + PRODUCT_ROWS]
+            if part.shape[0] < PRODUCT_ROWS:
+                part = F.pad(part, (0, 0, 0, PRODUCT_ROWS - part.shape[0]))
+            torch.mm(part, weight.t(), out=out[start : start + PRODUCT_ROWS])
+        out = out[:rows]
+        return out if bias is None else out.add_(bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        wide = total.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (wide * scale).to(x.dtype) * weight, total
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        half = cos.shape[-1]
+        cos, sin = cos[:, None], sin[:, None]
+        first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
+        return torch.cat(((first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype), rest), -1)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def paged_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, kv: LayerKV, batch: AttentionBatch, scale: float, window: int | None
+    ) -> Tensor:
+        blocks, offsets = batch.slots // batch.block_size, batch.slots % batch.block_size
+        kv.keys[blocks, :, offsets] = key
+        kv.values[blocks, :, offsets] = value
+        key_name = ("reference", window)
+        if key_name not in batch.prepared:
+            batch.prepared[key_name] = _plan(batch, window, query.shape[1] // key.shape[1], self.device)
+        out = torch.empty_like(query)
+        for group in batch.prepared[key_name]:
+            out[group.tokens] = group.attend(query[group.tokens], kv, scale).to(out.dtype)
+        return out
+
+
+@dataclass
+class _Group:
+    """Rows with equally many queries, longest context first, and their tiles: tile j of every row that has one, then tile j + 1.
+
+    tokens: [R * count] where the queries stand in the batch. runs: how many rows have a tile j.
+    rows: [tiles] which row a tile belongs to. blocks: [tiles, blocks in a tile]; where a block spans several tiles, [tiles, 1].
+    part: [tiles] which tile of its block, where a block spans several. hidden: [tiles, 1, count, 1, TILE] what a query may not see.
+    edges: tiles with positions that no query sees, and those positions: [edges, 1, TILE, 1].
+    """
+
+    count: int
+    tokens: Tensor
+    runs: list[int]
+    rows: Tensor
+    blocks: Tensor
+    part: Tensor | None
+    hidden: Tensor
+    edges: Tensor
+    unseen: Tensor
+
+    def attend(self, query: Tensor, kv: LayerKV, scale: float) -> Tensor:
+        """[R * count, num_heads, D] -> the same shape in float32."""
+        _, num_layers, _, kv_heads, block_size, dim = kv.region.shape
+        heads = query.shape[1]
+        num_rows, share = self.runs[0], heads // kv_heads
+        padded = max(self.count, -(-MIN_QUERY_ROWS // share))
+        wide = query.float().mul_(scale).view(num_rows, self.count, kv_heads, share, dim).transpose(1, 2)
+        if padded > self.count:
+            wide = F.pad(wide, (0, 0, 0, 0, 0, padded - self.count))
+        queries = wide.reshape(num_rows, kv_heads, padded * share, dim)
+
+        keys = self._tiles(kv, 0)
+        tiles = keys.shape[0]
+        scores = torch.bmm(queries[self.rows].flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
+        scores = scores.view(tiles, kv_heads, padded, share, TILE)[:, :, : self.count]
+        scores = scores.masked_fill(self.hidden, -torch.inf)
+        peaks = scores.amax(-1)
+        peak = peaks[:num_rows].clone()
+        for run, part in self._in_order(peaks):
+            torch.maximum(peak[:run], part, out=peak[:run])
+        weights = torch.exp(scores - peak[self.rows][..., None])
+        sums = weights.sum(-1)
+
+        values = self._tiles(kv, 1)
+        if self.edges.numel():
+            values[self.edges] = values[self.edges].masked_fill(self.unseen, 0.0)
+        if padded > self.count:
+            weights = F.pad(weights, (0, 0, 0, 0, 0, padded - self.count))
+        products = torch.bmm(weights.reshape(tiles * kv_heads, padded * share, TILE), values.flatten(0, 1))
+        products = products.view(tiles, kv_heads, padded, share, dim)[:, :, : self.count]
+        total, out = sums[:num_rows].clone(), products[:num_rows].clone()
+        for run, part in self._in_order(sums):
+            total[:run] += part
+        for run, part in self._in_order(products):
+            out[:run] += part
+        out /= total[..., None]
+        return out.transpose(1, 2).reshape(num_rows * self.count, heads, dim)
+
+    def _in_order(self, tiles: Tensor) -> list[tuple[int, Tensor]]:
+        """The slices of `tiles` that hold tile 1, tile 2, ... of the first `run` rows."""
+        ends = np.cumsum(self.runs).tolist()
+        return [(end - start, tiles[start:end]) for start, end in pairwise(ends)]
+
+    def _tiles(self, kv: LayerKV, which: int) -> Tensor:
+        """Gather keys (0) or values (1) as float32 [tiles, num_kv_heads, TILE, D]."""
+        _, num_layers, _, kv_heads, block_size, dim = kv.region.shape
+        flat = kv.region.view(-1, kv_heads * block_size * dim)
+        rows = self.blocks * (2 * num_layers) + (2 * kv.layer + which)
+        found = flat.index_select(0, rows.flatten())
+        tiles = rows.shape[0]
+        if self.part is None:
+            blocks = found.view(tiles, -1, kv_heads, block_size, dim)
+            out = torch.empty(tiles, kv_heads, TILE, dim, device=found.device)
+            out.view(tiles, kv_heads, -1, block_size, dim).copy_(blocks.transpose(1, 2))
+            return out
+        blocks = found.view(tiles, kv_heads, block_size // TILE, TILE, dim)
+        return blocks[torch.arange(tiles, device=found.device), :, self.part].float()
+
+
+def _plan(batch: AttentionBatch, window: int | None, share: int, device: torch.device) -> list[_Group]:
+    """Cut the batch into groups of rows with equally many queries, decode rows together and each chunk by itself."""
+    firsts = np.concatenate(([0], np.cumsum(batch.counts))).tolist()
+    pieces = []  # (queries, first token, first position, row)
+    for row, (count, start) in enumerate(zip(batch.counts, batch.starts, strict=True)):
+        for at in range(0, count, QUERY_TOKENS):
+            pieces.append((min(QUERY_TOKENS, count - at), firsts[row] + at, start + at, row))
+    pieces.sort(key=lambda piece: (piece[0], -(piece[0] + piece[2])))
+    groups: list[_Group] = []
+    held: list[tuple[int, int, int, int]] = []
+    tiles = 0
+    for piece in pieces:
+        count, _, position, _ = piece
+        more = -(-(position + count) // TILE)
+        if held and (count != held[0][0] or tiles + more > GROUP_TILES):
+            groups.append(_group(batch, held, window, device))
+            held, tiles = [], 0
+        held.append(piece)
+        tiles += more
+    groups.append(_group(batch, held, window, device))
+    return groups
+
+
+def _group(batch: AttentionBatch, pieces: list[tuple[int, int, int, int]], window: int | None, device: torch.device) -> _Group:
+    count, size = pieces[0][0], batch.block_size
+    per_tile = max(1, TILE // size)
+    spans = []  # first and last tile of each piece
+    for _, _, position, _ in pieces:
+        first = 0 if window is None else max(0, position - window + 1) // TILE
+        spans.append((first, (position + count - 1) // TILE))
+    order = sorted(range(len(pieces)), key=lambda i: spans[i][0] - spans[i][1])
+    pieces, spans = [pieces[i] for i in order], [spans[i] for i in order]
+    lengths = np.array([last - first + 1 for first, last in spans])
+    runs = [int((lengths > j).sum()) for j in range(int(lengths.max()))]
+    rows = np.concatenate([np.arange(run) for run in runs])
+    numbers = np.concatenate([np.full(run, j) for j, run in enumerate(runs)]) + np.array([first for first, _ in spans])[rows]
+
+    blocks = np.zeros((len(rows), per_tile), dtype=np.int64)
+    for row, (first, last) in enumerate(spans):
+        table = np.asarray(batch.tables[pieces[row][3]])
+        wanted = np.arange(first * TILE // size, first * TILE // size + per_tile * lengths[row]) if size <= TILE else None
+        if wanted is None:
+            wanted = np.arange(first, last + 1) * TILE // size
+        known = np.where(wanted < len(table), table[np.minimum(wanted, len(table) - 1)], 0)
+        blocks[rows == row] = np.maximum(known, 0).reshape(-1, per_tile)
+
+    positions = numbers[:, None] * TILE + np.arange(TILE)  # [tiles, TILE]
+    queries = np.array([position for _, _, position, _ in pieces])[rows][:, None] + np.arange(count)  # [tiles, count]
+    hidden = positions[:, None, :] > queries[:, :, None]
+    if window is not None:
+        hidden |= positions[:, None, :] <= queries[:, :, None] - window
+    unseen = hidden.all(1)
+    edges = np.flatnonzero(unseen.any(1))
+
+    def put(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    return _Group(
+        count=count,
+        tokens=put(np.concatenate([np.arange(token, token + count) for _, token, _, _ in pieces])),
+        runs=runs,
+        rows=put(rows),
+        blocks=put(blocks),
+        part=put(numbers % (size // TILE)) if size > TILE else None,
+        hidden=put(hidden)[:, None, :, None, :],
+        edges=put(edges),
+        unseen=put(unseen[edges])[:, None, :, None],
+    )

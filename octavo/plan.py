@@ -1,0 +1,142 @@
+"""The sole language between mind and hands: what one step computes, and what came of it.
+
+The scheduler writes a `StepPlan`, an executor answers with a `StepResult`. Both are plain data, encodable with msgspec, so
+that a worker may live in another process or on another machine. Plans execute in the order of `step`; at most two are in
+flight. Nothing here knows what a block or a token is *for*.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from octavo.sampling_params import SamplingParams
+
+MAX_IN_FLIGHT = 2
+
+HOLE = -1
+"""A block-table entry that names no block (freed behind a sliding window)."""
+
+
+class Tier(enum.IntEnum):
+    """Where a block lives."""
+
+    DEVICE = 0
+    HOST = 1
+
+
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Copy one block, all layers of its group. Copies run in list order, before the forward pass."""
+
+    source_tier: Tier
+    source: int
+    target_tier: Tier
+    target: int
+    group: int = 0
+
+
+class TableUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Replace a slot's block table of one KV group from entry `start` on; what stood beyond is dropped."""
+
+    start: int
+    block_ids: list[int]
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """Gives a slot to a sequence: at its first row, and again at every resumption.
+
+    history: every known token, prompt first. A worker needs nothing older to continue as if never interrupted.
+    prompt_length: how many of them the request came with; output position i is token prompt_length + i.
+    choice: which of the request's n answers this is; draws are a function of (params.seed, choice, output position).
+    fork_source: slot whose per-sequence state is taken over, None for a fresh start.
+    """
+
+    params: SamplingParams
+    seed: int
+    history: list[int]
+    prompt_length: int
+    choice: int = 0
+    adapter: str | None = None
+    fork_source: int | None = None
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """Compute tokens [start, start + count) of the sequence in `slot`, and store their keys and values.
+
+    token_ids: tokens the worker does not hold yet, appended to its history before the row runs.
+    pending: how many of the inputs, at the end, are samples of this slot that have not been reported when the plan is written.
+    draft_ids: guesses to verify; inputs after the known ones, counted in `count`.
+    tables: per KV group, the block-table change since the slot's last row, None for no change.
+    num_logits: positions, at the end of the row, given to the output head: 0 (the row catches up), 1 (it samples),
+        drafts + 1 (it verifies), or more for prompt logprobs.
+    """
+
+    slot: int
+    start: int
+    count: int
+    num_logits: int
+    tables: list[TableUpdate | None]
+    token_ids: list[int] = []
+    pending: int = 0
+    draft_ids: list[int] = []
+    assign: Assignment | None = None
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One step. `released` slots are given up before any row is read, so a row may assign one of them anew."""
+
+    step: int
+    pool_blocks: int
+    """Blocks that must be committed before the copies run."""
+    released: list[int]
+    copies: list[BlockCopy]
+    rows: list[Row]
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One token's raw log-probability and its rank, 1 the likeliest."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class RowResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a row gave: its accepted ids (none while it catches up, one sampled, up to drafts + 1), or an error.
+
+    An error ends the sequence alone; its keys and values must not be reused.
+    """
+
+    slot: int
+    token_ids: list[int] = []
+    logprobs: list[list[Logprob]] | None = None
+    prompt_logprobs: list[list[Logprob]] | None = None
+    error: str | None = None
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows in plan order. `committed_blocks` is the minimum over ranks; times are seconds of the executor's clock."""
+
+    step: int
+    rows: list[RowResult]
+    committed_blocks: int
+    forward_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    copied_bytes: int = 0
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What the workers hold once loaded, the least over all of them.
+
+    longest: tokens of one sequence at most. bound_by: the setting or limit that decides it.
+    """
+
+    num_blocks: int
+    block_size: int
+    kv_bytes: int
+    longest: int
+    bound_by: str
+    vocab_size: int
+    dtype: str
+    device: str

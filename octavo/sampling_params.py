@@ -1,0 +1,120 @@
+"""What a request asks of the sampler: vLLM's field names, defaults and meanings."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from octavo.errors import InvalidValueError, UnsupportedError
+
+# Fields that vLLM has and Octavo does not offer yet: accepted at the value that asks for nothing, refused by name otherwise.
+NOT_YET = (
+    "n presence_penalty frequency_penalty repetition_penalty stop bad_words include_stop_str_in_output min_tokens logprobs "
+    "prompt_logprobs detokenize spaces_between_special_tokens logit_bias allowed_token_ids structured_outputs output_kind "
+    "priority cache_salt"
+).split()
+
+MAX_SEED = 2**63 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are drawn and when to stop.
+
+    temperature: 0 takes the likeliest token; above 0 divides the logits before drawing.
+    top_k: draw among the k likeliest; 0 or -1 is no limit.
+    top_p: draw among the smallest set of likeliest tokens whose probability reaches top_p, after top_k.
+    min_p: drop tokens less likely than min_p times the likeliest.
+    seed: makes the draws repeatable; None takes a fresh one. Output position i of a request draws with (seed, i) alone.
+    max_tokens: generated tokens at most; None is as many as the context holds.
+    stop_token_ids: further ids that end the output; the id itself is kept in `token_ids` and not in `text`.
+    ignore_eos: go on past the model's own end-of-sequence ids.
+    skip_special_tokens: leave special tokens out of `text`.
+    timeout_ms: deadline for the whole request, queueing included; None takes the engine's.
+
+    Raises InvalidValueError naming field, value and range; UnsupportedError for vLLM fields not offered yet.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    timeout_ms: float | None = None
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: Any = None
+    bad_words: Any = None
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    spaces_between_special_tokens: bool = True
+    logit_bias: Any = None
+    allowed_token_ids: Any = None
+    structured_outputs: Any = None
+    output_kind: Any = None
+    priority: int = 0
+    cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, 0.0, 1e6)
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
+        _number("top_p", self.top_p, 0.0, 1.0, above=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        if isinstance(self.stop_token_ids, list):
+            msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if not isinstance(self.stop_token_ids, tuple):
+            raise InvalidValueError(f"stop_token_ids: {self.stop_token_ids!r}; allowed: a list of token ids")
+        for token_id in self.stop_token_ids:
+            _integer("stop_token_ids", token_id, 0, 2**31 - 1)
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidValueError(f"{name}: {getattr(self, name)!r}; allowed: true or false")
+        if self.timeout_ms is not None:
+            _number("timeout_ms", self.timeout_ms, 0.0, 1e12, above=True)
+        for name in NOT_YET:
+            value = getattr(self, name)
+            if value not in (_DEFAULTS[name], None, [], {}):
+                raise UnsupportedError(f"{name}: {value!r} is not available in this version of Octavo; leave it out")
+
+    @property
+    def greedy(self) -> bool:
+        """Temperatures this small would overflow the division, and single out the likeliest token anyway."""
+        return self.temperature < 1e-5
+
+    @classmethod
+    def create(cls, **fields: Any) -> SamplingParams:
+        """Build from keywords of any origin (flags, JSON), refusing unknown ones by name."""
+        for name in fields:
+            if name not in cls.__struct_fields__:
+                raise InvalidValueError(f"{name}: no such sampling parameter; allowed: {', '.join(cls.__struct_fields__)}")
+        return cls(**fields)
+
+
+_DEFAULTS = dict(zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True))
+
+
+def _number(name: str, value: object, low: float, high: float, above: bool = False) -> None:
+    legal = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not legal or not (low < value if above else low <= value) or value > high:  # type: ignore[operator]
+        bounds = f"above {low:g}" if above else f"from {low:g}"
+        raise InvalidValueError(f"{name}: {value!r}; allowed: a number {bounds} to {high:g}")
+
+
+def _integer(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidValueError(f"{name}: {value!r}; allowed: a whole number from {low} to {high}")
