@@ -27,6 +27,7 @@ from octavo.text.pretokenizers import PRE_TOKENIZERS
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 vocabularies = runpy.run_path(str(TESTS / "text/conftest.py"))
 
+# ruff: noqa: RUF001 (letters that look like others are the point)
 TEXTS = [
     "",
     " ",

@@ -1,5 +1,5 @@
 """The `octavo` command. Importing it, and `--help`, stay clear of torch."""
 
-from octavo.cli.app import app, main
+from octavo.cli.commands import app, main
 
 __all__ = ["app", "main"]

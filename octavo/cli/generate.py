@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -40,8 +41,9 @@ def read_prompts(words: list[str], file: str | None) -> list[Prompt]:
         prompts = list(words)
     if not prompts:
         raise InvalidValueError(f"no prompt in {file}" if file else "no prompt: give one as an argument, with --file, or on stdin")
-    if not all(prompts):
-        raise InvalidValueError(f"prompt {prompts.index('') + 1 if '' in prompts else prompts.index([]) + 1} is empty")
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise InvalidValueError(f"prompt {number} is empty")
     return prompts
 
 
@@ -52,8 +54,9 @@ def run(llm: LLM, prompts: list[Prompt], params: SamplingParams, chat: bool, sys
     if len(prompts) == 1 and not as_json:
         outputs = [_stream(llm, wrapped[0], params)]
     else:
-        with progress_bar("Generating", len(prompts)) as advance:
-            outputs = llm.generate(wrapped, params, on_progress=advance)
+        ended = itertools.count(1)
+        with progress_bar("Generating") as show:
+            outputs = llm.generate(wrapped, params, on_progress=lambda _: show(next(ended), len(prompts)))
         for prompt, output in zip(prompts, outputs, strict=True):
             print(_as_json(prompt, output) if as_json else f"> {_shown(prompt)}\n{output.outputs[0].text}\n")
     sys.stdout.flush()

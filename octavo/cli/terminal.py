@@ -1,4 +1,4 @@
-"""What the commands share at the terminal: an opened engine, a spinner, a bar, an interrupt that waits for its moment."""
+"""What the commands share at the terminal: an opened engine, a bar, an interrupt that waits for its moment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -19,42 +19,30 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_llm(model: str, revision: str | None, config: EngineConfig) -> Iterator[LLM]:
-    """Find the model first, so that a wrong name is told at once, then load it behind a spinner."""
+    """Find the model first, so that a wrong name is told at once, then load it behind a bar."""
     from octavo.loading import hub
 
     path = hub.resolve(model, revision)
-    with spinner("Loading model"):
+    with progress_bar("Loading model") as show:
         from octavo import LLM
 
-        llm = LLM(str(path), config=config.to_dict())
+        llm = LLM(path, config=config, on_tensor=show)
     with llm:
         yield llm
 
 
 @contextmanager
-def spinner(about: str) -> Iterator[None]:
-    """A spinner on stderr while the body runs; nothing where stderr is not a terminal."""
+def progress_bar(about: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function to be called with (done, total); the bar is on stderr, and nowhere where that is no terminal."""
     if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(about):
-        yield
-
-
-@contextmanager
-def progress_bar(about: str, total: int) -> Iterator[Callable[[Any], None]]:
-    """Yield a function to be called once for each of `total` things done; silent where stderr is not a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
+        yield lambda done, total: None
         return
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress
 
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(about, total=total)
-        yield lambda _: progress.advance(task)
+        task = progress.add_task(about, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 @contextmanager

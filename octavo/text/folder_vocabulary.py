@@ -1,4 +1,7 @@
-"""The vocabulary of an HF folder: `tokenizer.json`, and what lies beside it."""
+"""The vocabulary of an HF folder: `tokenizer.json`, and what lies beside it.
+
+BOS and EOS are added where the file's own post-processor says; flags beside it (`add_bos_token`) are ignored, as in transformers 5.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,6 @@ def vocabulary_from_folder(folder: Path) -> Vocabulary:
     named = {name: text for name in _NAMED_TOKENS if (text := _text(config.get(name))) is not None}
     ids = {name: tokenizer.token_to_id(text) for name, text in named.items()}
     _add_missing_tokens(tokenizer, config)
-    _follow_flags(tokenizer, config, named, ids)
     added = tokenizer.get_added_tokens_decoder()
     byte_level, strips_leading_space = _decoding(tokenizer, path)
     eos = ids.get("eos_token")
@@ -61,21 +63,6 @@ def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
             tokenizer.add_tokens(
                 [AddedToken(token["content"], normalized=token.get("normalized", False), special=token.get("special", False))]
             )
-
-
-def _follow_flags(tokenizer: Tokenizer, config: dict[str, Any], named: dict[str, str], ids: dict[str, int | None]) -> None:
-    """`add_bos_token` and `add_eos_token`, where given, take the place of the file's own post-processor, as in transformers."""
-    from tokenizers import processors
-
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    wanted = {name: config.get(f"add_{name}") and ids.get(name) is not None for name in ("bos_token", "eos_token")}
-    before = [named["bos_token"]] if wanted["bos_token"] else []
-    after = [named["eos_token"]] if wanted["eos_token"] else []
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=[*before, "$A", *after],
-        special_tokens=list({named[name]: ids[name] for name, is_wanted in wanted.items() if is_wanted}.items()),
-    )
 
 
 def _decoding(tokenizer: Tokenizer, path: Path) -> tuple[bool, bool]:

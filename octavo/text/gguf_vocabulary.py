@@ -33,12 +33,16 @@ def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
 
     Older converters declare no end of turn, so control tokens that carry a well-known name of one count as well.
     """
-    tokens = metadata.get("tokenizer.ggml.tokens") or []
-    types = metadata.get("tokenizer.ggml.token_type") or []
+    tokens, types = (_list_or_empty(metadata, key) for key in ("tokens", "token_type"))
     declared = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     named = [tokens.index(text) for text in _END_OF_TURN if text in tokens]
     named = [token_id for token_id in named if token_id < len(types) and types[token_id] == _CONTROL]
-    return list(dict.fromkeys([token_id for token_id in declared if token_id is not None] + named))
+    return list(dict.fromkeys([token_id for token_id in declared if isinstance(token_id, int)] + named))
+
+
+def _list_or_empty(metadata: Mapping[str, Any], key: str) -> list[Any]:
+    value = metadata.get(f"tokenizer.ggml.{key}")
+    return value if isinstance(value, list) else []
 
 
 class _Source:
@@ -46,7 +50,7 @@ class _Source:
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
-        self.tokens: list[str] = self._list("tokens", str)
+        self.tokens: list[str] = [token or f"[EMPTY_{token_id}]" for token_id, token in enumerate(self._list("tokens", str))]
         self.types: list[int] = self._list("token_type", int) if "tokenizer.ggml.token_type" in metadata else [_NORMAL] * len(self.tokens)
         if len(self.types) != len(self.tokens):
             raise CheckpointError(f"the vocabulary has {len(self.tokens)} tokens and {len(self.types)} token types")
@@ -83,7 +87,7 @@ class _Source:
         )
 
     def sentencepiece(self) -> Vocabulary:
-        scores = self._list("scores", float)
+        scores = self._list("scores", (int, float))
         if len(scores) != len(self.tokens):
             raise CheckpointError(f"the vocabulary has {len(self.tokens)} tokens and {len(scores)} scores")
         bos, eos = self._id("bos", 1), self._id("eos", 2)
@@ -123,7 +127,7 @@ class _Source:
         named = {name[len(key) + 1 :]: text for name, text in self._metadata.items() if name.startswith(f"{key}.")}
         if key in self._metadata:
             named["default"] = self._metadata[key]
-        return named
+        return {name: text for name, text in named.items() if isinstance(text, str)}
 
     def _around(self, adds_bos: bool, bos: int | None, eos: int | None) -> tuple[list[int], list[int]]:
         """What goes before and after a prompt."""
@@ -136,9 +140,9 @@ class _Source:
 
     def _id(self, name: str, default: int | None = None) -> int | None:
         token_id = self._get(f"{name}_token_id", default)
-        return token_id if token_id is None or 0 <= token_id < len(self.tokens) else None
+        return token_id if isinstance(token_id, int) and 0 <= token_id < len(self.tokens) else None
 
-    def _list(self, key: str, kind: type) -> list[Any]:
+    def _list(self, key: str, kind: type | tuple[type, ...]) -> list[Any]:
         values = self._get(key, None)
         if not isinstance(values, list) or not values or not isinstance(values[0], kind):
             raise CheckpointError(f"the file's metadata lacks 'tokenizer.ggml.{key}', without which its text cannot be read")

@@ -54,7 +54,7 @@ PRE_TOKENIZERS = {
     **dict.fromkeys(["gpt-2", "phi-2", "olmo", "mpt", "mellum", "gigachat", "a.x-4.0", "exaone4", "trillion", "granite-docling"], _GPT2),
     **dict.fromkeys(["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"], _SINGLE_DIGITS),
     **dict.fromkeys(["llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"], _LLAMA3),
-    **dict.fromkeys(["dbrx", "smaug-bpe", "glm4", "chatglm-bpe"], _LLAMA3_MERGED),
+    **dict.fromkeys(["dbrx", "smaug-bpe"], _LLAMA3_MERGED),
     **dict.fromkeys(["qwen2", "deepseek-r1-qwen", "kormo", "megrez", "hunyuan", "stablelm2", "grok-2"], _QWEN2),
     "tekken": PreTokenizer((_cased_words("", r"\p{N}"),), whole_words_first=True, adds_bos=True),
     **dict.fromkeys(["gpt-4o", "llama4", "kanana2"], _GPT4O),
@@ -68,6 +68,6 @@ PRE_TOKENIZERS = {
 
 def pre_tokenizer(name: str) -> PreTokenizer:
     """The pre-tokenizer of that name. Raises CheckpointError for one that is unknown."""
-    if name not in PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise CheckpointError(f"the vocabulary is cut by pre-tokenizer {name!r}; supported: {', '.join(sorted(PRE_TOKENIZERS))}")
     return PRE_TOKENIZERS[name]

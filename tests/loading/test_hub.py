@@ -12,7 +12,8 @@ from pathlib import Path
 import httpx
 import huggingface_hub
 import pytest
-from huggingface_hub import errors
+from huggingface_hub import constants, errors
+from huggingface_hub.utils import filter_repo_objects
 
 from octavo.errors import CheckpointError, InvalidValueError, ModelNotFoundError
 from octavo.loading import hub
@@ -24,8 +25,8 @@ COMMIT = "a" * 40
 @pytest.fixture(autouse=True)
 def _own_caches(tmp_path, monkeypatch):
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture
@@ -236,9 +237,7 @@ class TestHub:
         assert asked["local_files_only"] is False
         files = ["model-00001-of-00002.safetensors", "tokenizer.model", "chat_template.jinja", "config.json"]
         unwanted = ["pytorch_model.bin", "consolidated.safetensors", "onnx/config.json"]
-        chosen = huggingface_hub.utils.filter_repo_objects(
-            files + unwanted, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
-        )
+        chosen = filter_repo_objects(files + unwanted, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"])
         assert list(chosen) == files
 
     @pytest.mark.parametrize(
@@ -276,7 +275,7 @@ class TestCaches:
     def test_listed_and_removed(self, alias, downloads, cached_repository):
         assert [(model.name, model.present) for model in hub.list_models()] == [("tiny", False), ("org/name", True)]
         hub.resolve("tiny")
-        assert [(model.name, model.present, model.bytes) for model in hub.list_models()][0] == ("tiny", True, len(CONTENT))
+        assert next((model.name, model.present, model.bytes) for model in hub.list_models()) == ("tiny", True, len(CONTENT))
         assert hub.remove("tiny") == len(CONTENT)
         assert hub.remove("org/name") > 0
         assert [(model.name, model.present) for model in hub.list_models()] == [("tiny", False)]

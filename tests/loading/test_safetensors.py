@@ -157,7 +157,7 @@ class TestOnlyWhatTheIndexAssigns:
         with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors: lacks the tensor a,"):
             SafetensorsCheckpoint(sharded)
 
-    @pytest.mark.parametrize("weight_map", [None, [], {"a": 1}, {"a": ""}, {"a": "../model.safetensors"}, {"a": ".."}])
+    @pytest.mark.parametrize("weight_map", [None, [], {"a": 1}, {"a": ""}, {"a": "../model.safetensors"}])
     def test_an_index_without_a_map(self, single, weight_map):
         write_index(single, weight_map)
         with pytest.raises(CheckpointError, match="no weight_map"):

@@ -14,23 +14,23 @@ from octavo.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 
-SPM_WORDS = """
+SPM_TEXT = """
 the of and to in is it was he for on are as with his they at be this have from or one had by word but not what all were we when your can
 said there use an each which she do how their if will up other about out many then them these so some her would make like him into time
 has look two more write go see number no way could people my than first water been call who oil its now find long down day did get come
 made may part hello world naïve café straße привет мир 世界 日本 दुनिया
-""".split()
+"""
 
 
 def make_spm_metadata(space_prefix: bool = True) -> dict[str, Any]:
     """A SentencePiece vocabulary: control, byte and user-defined tokens, then pieces, the commonest first."""
     user_defined = ["<|user|>", "\n\n", "   "]
     pieces = dict.fromkeys(["\u2581\u2581", "\u2581\u2581\u2581\u2581"])
-    for word in SPM_WORDS:
+    for word in SPM_TEXT.split():
         spaced = "\u2581" + word
         for length in range(2, len(spaced) + 1):
             pieces |= dict.fromkeys([spaced[:length], spaced[-length:]])
-    pieces |= dict.fromkeys(sorted(set("".join(SPM_WORDS)) | set("\u2581.,!?'0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ")))
+    pieces |= dict.fromkeys(sorted(set("".join(SPM_TEXT.split())) | set("\u2581.,!?'0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ")))
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *user_defined]
     # Scores repeat, so that the leftmost of equals is put to the test.
     scores = [0.0] * len(tokens) + [-float(index // 3) for index in range(len(pieces))]
@@ -49,7 +49,8 @@ def make_spm_metadata(space_prefix: bool = True) -> dict[str, Any]:
 def make_bpe_metadata(merges: list[str], pre: str) -> dict[str, Any]:
     """A byte-level BPE vocabulary: four control tokens, one user-defined, the bytes, and what the merges make."""
     added = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<sep>", "<|user|>"]
-    learned = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in merges)]
+    beyond_merges = "ĠHTTPServer"  # reached only where whole words are looked up first
+    learned = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in merges), beyond_merges]
     tokens = [*added, *dict.fromkeys(learned)]
     return {
         "tokenizer.ggml.model": "gpt2",

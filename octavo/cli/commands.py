@@ -48,6 +48,10 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
 @app.callback()
 def octavo(
     version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")] = False,
@@ -85,7 +89,7 @@ def rm(
 
     from octavo.loading import hub
 
-    if not yes and not sys.stdin.isatty():
+    if not yes and not _is_terminal():
         raise InvalidValueError(f"rm {model}: nobody to ask here; --yes deletes without asking")
     if not yes and not typer.confirm(f"Delete {model} from the cache?"):
         raise typer.Exit(1)

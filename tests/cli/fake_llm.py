@@ -1,0 +1,86 @@
+"""An engine without a model: it answers every prompt with the same words, and misbehaves where the prompt says so."""
+
+import signal
+from types import SimpleNamespace
+from typing import ClassVar
+
+from octavo.errors import ChatTemplateError, PromptTooLongError
+from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
+
+WORDS = ["Four", " score", "\nand", " séven"]
+
+
+class FakeLLM:
+    made: ClassVar[list["FakeLLM"]] = []
+
+    def __init__(self, model, config, on_tensor):
+        self.model, self.config = str(model), config
+        on_tensor(1, 1)
+        self.prompts, self.params, self.chats, self.ended = [], [], [], []
+        self.closed = False
+        self.tokenizer = SimpleNamespace(encode_chat=self._encode_chat)
+        FakeLLM.made.append(self)
+
+    def _encode_chat(self, messages):
+        if messages[-1]["content"] == "untemplated":
+            raise ChatTemplateError("the model has no chat template")
+        self.chats.append(messages)
+        return list(range(len(messages)))
+
+    def stream(self, prompt, params):
+        self.prompts.append(prompt)
+        self.params.append(params)
+        text = prompt if isinstance(prompt, str) else self.chats[-1][-1]["content"]
+        if text == "long":
+            raise PromptTooLongError("the prompt has 9000 tokens, and the context holds 2048")
+        if text == "crash":
+            raise RuntimeError("a fault")
+        if text == "interrupt early":
+            signal.raise_signal(signal.SIGINT)
+        limit = params.max_tokens or len(WORDS)
+        try:
+            for count in range(1, min(limit, len(WORDS)) + 1):
+                finish = "length" if count == limit else "stop" if count == len(WORDS) else None
+                if text == "fail" and count == 2:
+                    finish = "error"
+                yield self._output(prompt, count, finish)
+                if finish == "error":
+                    return
+                if text in ("interrupt", "interrupt twice"):
+                    signal.raise_signal(signal.SIGINT)
+                    if text == "interrupt twice":
+                        signal.raise_signal(signal.SIGINT)
+        finally:
+            self.ended.append(text)
+
+    def generate(self, prompts, params, on_progress=None):
+        outputs = []
+        for prompt in prompts:
+            *_, last = self.stream(prompt, params)
+            outputs.append(last)
+            if on_progress:
+                on_progress(last)
+        return outputs
+
+    def _output(self, prompt, count, finish):
+        return RequestOutput(
+            request_id=str(len(self.prompts)),
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=[7] * len(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"],
+            outputs=[CompletionOutput(0, "".join(WORDS[:count]), list(range(count)), finish, error="a NaN" if finish == "error" else None)],
+            finished=finish is not None,
+            metrics=RequestMetrics(arrival=1.0, first_token=1.25, finished=2.0),
+            delta=WORDS[count - 1],
+        )
+
+    def stats(self):
+        return SimpleNamespace(blocks=SimpleNamespace(total=64, used=0, peak_used=3))
+
+    def close(self):
+        self.closed = True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
