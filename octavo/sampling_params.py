@@ -10,11 +10,26 @@ import msgspec
 from octavo.errors import InvalidValueError, UnsupportedError
 
 # Fields that vLLM has and Octavo does not offer yet: accepted at the value that asks for nothing, refused by name otherwise.
-NOT_YET = (
-    "n presence_penalty frequency_penalty repetition_penalty stop bad_words include_stop_str_in_output min_tokens logprobs "
-    "prompt_logprobs detokenize spaces_between_special_tokens logit_bias allowed_token_ids structured_outputs output_kind "
-    "priority cache_salt"
-).split()
+NOT_YET = [
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "bad_words",
+    "include_stop_str_in_output",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "detokenize",
+    "spaces_between_special_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+    "structured_outputs",
+    "output_kind",
+    "priority",
+    "cache_salt",
+]
 
 MAX_SEED = 2**63 - 1
 

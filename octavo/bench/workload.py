@@ -11,6 +11,7 @@ import json
 import random
 import sys
 import time
+from typing import Any
 
 from octavo import LLM, SamplingParams
 from octavo.config import parse_flag
@@ -28,10 +29,10 @@ def fixed(tokens: int) -> SamplingParams:
 
 
 def main(model: str = "smollm2-135m", *flags: str) -> None:
-    settings = {name.removeprefix("--").replace("-", "_"): value for name, value in zip(flags[::2], flags[1::2], strict=True)}
-    settings = {name: parse_flag(name, value) for name, value in settings.items()}
+    texts = {name.removeprefix("--").replace("-", "_"): value for name, value in zip(flags[::2], flags[1::2], strict=True)}
+    settings: dict[str, Any] = {name: parse_flag(name, value) for name, value in texts.items()}
     began = time.perf_counter()
-    llm = LLM(model, **({"max_batch_size": 64} | settings))
+    llm = LLM(model, {"scheduler": {"max_batch_size": 64}}, **settings)
     loaded = time.perf_counter() - began
     work = requests()
 
@@ -61,7 +62,7 @@ def main(model: str = "smollm2-135m", *flags: str) -> None:
         "output_tokens": produced,
         "output_tokens_per_s": produced / seconds,
         "total_tokens_per_s": (prompt_tokens + produced) / seconds,
-        "device_busy": (stats.forward_seconds - before.forward_seconds) / seconds,
+        "device_busy": (stats.seconds["forward"] - before.seconds["forward"]) / seconds,
         "steps": stats.steps - before.steps,
         "preemptions": stats.preemptions,
     }

@@ -98,4 +98,6 @@ class KVManager:
                 raise InvariantError(f"{sequence!r}: the worker knows more blocks than there are")
         for block_id in range(self.pool.total):
             if named[block_id] != self.pool.count(block_id):
-                raise InvariantError(f"block {block_id} is counted {self.pool.count(block_id)} times and stands in {named[block_id]} tables")
+                raise InvariantError(
+                    f"block {block_id} is counted {self.pool.count(block_id)} times and stands in {named[block_id]} tables"
+                )

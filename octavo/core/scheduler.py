@@ -10,7 +10,7 @@ import heapq
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from octavo.core.kv_manager import KVManager
@@ -72,7 +72,7 @@ class Scheduler:
         self._step = 0
         self._preemptions = 0
         self._tokens: Counter[str] = Counter()
-        self._finished: Counter[FinishReason] = Counter()
+        self._finished: Counter[str] = Counter()
 
     @property
     def num_waiting(self) -> int:
@@ -176,8 +176,8 @@ class Scheduler:
         changes, self._changes = self._changes, []
         return changes
 
-    def stats(self, kv_bytes: int = 0, worker_mapping_bytes: int = 0) -> Stats:
-        """A snapshot. `kv_bytes` and `worker_mapping_bytes` are the worker's, for the share of mapping memory."""
+    def stats(self, kv_bytes: int = 0, worker_mapping_bytes: int = 0, seconds: Mapping[str, float] | None = None) -> Stats:
+        """A snapshot. The worker's bytes give the share of mapping memory; `seconds` are the step loop's."""
         pool = self.kv.pool
         slots = pool.num_used * self.kv.block_size
         return Stats(
@@ -194,6 +194,7 @@ class Scheduler:
             generated_tokens=self._tokens["generated"],
             recomputed_tokens=self._tokens["recomputed"],
             finished=dict(self._finished),
+            seconds=dict(seconds or {}),
         )
 
     def check(self) -> None:

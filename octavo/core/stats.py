@@ -70,6 +70,5 @@ class Stats:
     generated_tokens: int
     recomputed_tokens: int
     finished: dict[str, int]
-    schedule_seconds: float = 0.0
-    forward_seconds: float = 0.0
-    wall_seconds: float = 0.0
+    seconds: dict[str, float]
+    """Where the time went: `schedule`, `forward` and `step`, which is all of it."""

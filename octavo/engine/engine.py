@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from collections.abc import Callable
@@ -56,7 +55,7 @@ class Engine:
         self._clock = clock
         self._numbers = itertools.count()
         self._live: dict[str, _Live] = {}
-        self._seconds = {"schedule_seconds": 0.0, "forward_seconds": 0.0, "wall_seconds": 0.0}
+        self._seconds = {"schedule": 0.0, "forward": 0.0, "step": 0.0}
         self.scheduler = Scheduler(
             num_blocks=self.capacity.num_blocks,
             block_size=self.capacity.block_size,
@@ -149,18 +148,17 @@ class Engine:
                 self.scheduler.fail(plan.step, f"{type(error).__name__}: {error}")
                 changes = self.scheduler.take_changes()
             else:
-                self._seconds["forward_seconds"] += result.forward_seconds
+                self._seconds["forward"] += result.forward_seconds
                 changes = self.scheduler.update(result)
         if self._check_invariants:
             self.scheduler.check()
         outputs = [output for change in changes if (output := self._apply(change)) is not None]
-        self._seconds["schedule_seconds"] += planned - began
-        self._seconds["wall_seconds"] += time.perf_counter() - began
+        self._seconds["schedule"] += planned - began
+        self._seconds["step"] += time.perf_counter() - began
         return outputs
 
     def stats(self) -> Stats:
-        stats = self.scheduler.stats(self.capacity.kv_bytes, self.executor.mapping_bytes())
-        return dataclasses.replace(stats, **self._seconds)
+        return self.scheduler.stats(self.capacity.kv_bytes, self.executor.mapping_bytes(), self._seconds)
 
     def _apply(self, change: Change) -> RequestOutput | None:
         sequence = change.sequence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +97,17 @@ class LLM:
             self._drop(request_id for request_id in ids if request_id not in done)
         return [done[request_id] for request_id in ids]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Answer one prompt, yielding its output whenever it grows, `delta` being the text added. Closing the iterator aborts."""
-        engine = self.engine
-        request_id = engine.add(prompt, sampling_params or SamplingParams())
-        return self._follow(engine, request_id)
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
+        """Answer one prompt, yielding its output whenever it grows, `delta` being the text added.
 
-    def _follow(self, engine: Engine, request_id: str) -> Iterator[RequestOutput]:
+        The request is queued when the first output is asked for; closing the iterator aborts it. Raises InvalidValueError at once.
+        """
+        text, token_ids = self.engine.encode(prompt)
+        return self._follow(text, token_ids, sampling_params or SamplingParams())
+
+    def _follow(self, text: str | None, token_ids: list[int], params: SamplingParams) -> Generator[RequestOutput, None, None]:
+        engine = self.engine
+        request_id = engine.add_encoded(text, token_ids, params)
         finished = False
         try:
             while not finished:
@@ -127,7 +131,7 @@ class LLM:
         if not isinstance(messages, (list, tuple)) or not messages:
             raise InvalidValueError("messages: allowed: a list of {'role': ..., 'content': ...}, or a list of such lists, not empty")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        prompts: list[Prompt] = [self.tokenizer.encode_chat(conversation, **template_variables) for conversation in conversations]  # type: ignore[arg-type]
+        prompts: list[Prompt] = [self.tokenizer.encode_chat(conversation, **template_variables) for conversation in conversations]
         return self.generate(prompts, sampling_params, on_progress=on_progress)
 
     def abort(self, request_id: str) -> bool:
@@ -165,8 +169,8 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not isinstance(prompts, (list, tuple)):
         raise InvalidValueError(f"prompts: {prompts!r}; allowed: a text, a list of token ids, or a list of prompts")
     if prompts and all(isinstance(item, int) for item in prompts):
-        return [list(prompts)]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+        return [list(prompts)]
+    return list(prompts)
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

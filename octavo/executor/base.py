@@ -20,5 +20,6 @@ class Executor(ABC):
         """Memory of block tables held by the workers."""
         return 0
 
+    @abstractmethod
     def close(self) -> None:
         """Give up workers and memory."""

@@ -29,7 +29,7 @@ class RotaryConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], head_dim: int) -> RotaryConfig:
-        """Read HF's `rope_parameters`, or the older `rope_scaling` with `rope_type` or `type`. Raises CheckpointError for a type unknown."""
+        """Read HF's `rope_parameters`, or the older `rope_scaling`, with `rope_type` or `type`. Raises CheckpointError, naming the type."""
         scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
         rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
         if rope_type not in SCALINGS:

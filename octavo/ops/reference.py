@@ -7,6 +7,7 @@ fixed tiles of it, added in order.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -38,6 +39,7 @@ class ReferenceOps:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._scratch = _Scratch(device)
         # oneDNN's AVX-512 bf16 products give a row the same bits at every row count; its AMX ones do not.
         amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)()
         self._invariant = {torch.bfloat16} if device.type == "cpu" and not amx else set()
@@ -82,93 +84,113 @@ class ReferenceOps:
         kv.values[blocks, :, offsets] = value
         key_name = ("reference", window)
         if key_name not in batch.prepared:
-            batch.prepared[key_name] = _plan(batch, window, query.shape[1] // key.shape[1], self.device)
+            batch.prepared[key_name] = _plan(batch, window, -(-MIN_QUERY_ROWS * key.shape[1] // query.shape[1]), self.device)
         out = torch.empty_like(query)
         for group in batch.prepared[key_name]:
-            out[group.tokens] = group.attend(query[group.tokens], kv, scale).to(out.dtype)
+            out[group.tokens] = group.attend(query[group.tokens], kv, scale, self._scratch).to(out.dtype)
         return out
+
+
+class _Scratch:
+    """Buffers kept from call to call: fresh pages for each temporary would cost more than the arithmetic in them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
+        """A tensor of this shape, holding anything; it is overwritten by the next of its name."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
+            buffer = self._buffers[name] = torch.empty(size, dtype=dtype, device=self._device)
+        return buffer[:size].view(shape)
 
 
 @dataclass
 class _Group:
     """Rows with equally many queries, longest context first, and their tiles: tile j of every row that has one, then tile j + 1.
 
+    Each row's queries are padded to `padded`, so that no product is narrower than MIN_QUERY_ROWS.
+
     tokens: [R * count] where the queries stand in the batch. runs: how many rows have a tile j.
     rows: [tiles] which row a tile belongs to. blocks: [tiles, blocks in a tile]; where a block spans several tiles, [tiles, 1].
-    part: [tiles] which tile of its block, where a block spans several. hidden: [tiles, 1, count, 1, TILE] what a query may not see.
-    edges: tiles with positions that no query sees, and those positions: [edges, 1, TILE, 1].
+    part: [tiles] which tile of its block, where a block spans several.
+    edges: the tiles that some query may not see all of. hidden: [edges, 1, padded, 1, TILE] what each may not see.
+    unseen: [edges, 1, TILE, 1] what none may see: it is never read, so that it may hold anything.
     """
 
     count: int
+    padded: int
     tokens: Tensor
     runs: list[int]
     rows: Tensor
     blocks: Tensor
     part: Tensor | None
-    hidden: Tensor
     edges: Tensor
+    hidden: Tensor
     unseen: Tensor
 
-    def attend(self, query: Tensor, kv: LayerKV, scale: float) -> Tensor:
+    def attend(self, query: Tensor, kv: LayerKV, scale: float, scratch: _Scratch) -> Tensor:
         """[R * count, num_heads, D] -> the same shape in float32."""
-        _, num_layers, _, kv_heads, block_size, dim = kv.region.shape
+        kv_heads, dim = kv.region.shape[3], kv.region.shape[5]
         heads = query.shape[1]
-        num_rows, share = self.runs[0], heads // kv_heads
-        padded = max(self.count, -(-MIN_QUERY_ROWS // share))
+        num_rows, tiles, share = self.runs[0], len(self.rows), heads // kv_heads
+        width = self.padded * share
         wide = query.float().mul_(scale).view(num_rows, self.count, kv_heads, share, dim).transpose(1, 2)
-        if padded > self.count:
-            wide = F.pad(wide, (0, 0, 0, 0, 0, padded - self.count))
-        queries = wide.reshape(num_rows, kv_heads, padded * share, dim)
+        queries = F.pad(wide, (0, 0, 0, 0, 0, self.padded - self.count)).reshape(num_rows, kv_heads, width, dim)
 
-        keys = self._tiles(kv, 0)
-        tiles = keys.shape[0]
-        scores = torch.bmm(queries[self.rows].flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
-        scores = scores.view(tiles, kv_heads, padded, share, TILE)[:, :, : self.count]
-        scores = scores.masked_fill(self.hidden, -torch.inf)
+        keys = self._tiles(kv, 0, scratch)
+        scores = scratch.take("scores", torch.float32, tiles * kv_heads, width, TILE)
+        torch.bmm(queries[self.rows].flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), out=scores)
+        scores = scores.view(tiles, kv_heads, self.padded, share, TILE)
+        scores[self.edges] = scores[self.edges].masked_fill_(self.hidden, -torch.inf)
         peaks = scores.amax(-1)
         peak = peaks[:num_rows].clone()
         for run, part in self._in_order(peaks):
             torch.maximum(peak[:run], part, out=peak[:run])
-        weights = torch.exp(scores - peak[self.rows][..., None])
-        sums = weights.sum(-1)
+        weights = scores.sub_(peak[self.rows][..., None]).exp_()
 
-        values = self._tiles(kv, 1)
-        if self.edges.numel():
-            values[self.edges] = values[self.edges].masked_fill(self.unseen, 0.0)
-        if padded > self.count:
-            weights = F.pad(weights, (0, 0, 0, 0, 0, padded - self.count))
-        products = torch.bmm(weights.reshape(tiles * kv_heads, padded * share, TILE), values.flatten(0, 1))
-        products = products.view(tiles, kv_heads, padded, share, dim)[:, :, : self.count]
-        total, out = sums[:num_rows].clone(), products[:num_rows].clone()
-        for run, part in self._in_order(sums):
-            total[:run] += part
-        for run, part in self._in_order(products):
-            out[:run] += part
+        values = self._tiles(kv, 1, scratch)
+        values[self.edges] = values[self.edges].masked_fill_(self.unseen, 0.0)
+        products = scratch.take("products", torch.float32, tiles * kv_heads, width, dim)
+        torch.bmm(weights.view(tiles * kv_heads, width, TILE), values.flatten(0, 1), out=products)
+        total = self._summed(weights.sum(-1))
+        out = self._summed(products.view(tiles, kv_heads, self.padded, share, dim))
         out /= total[..., None]
-        return out.transpose(1, 2).reshape(num_rows * self.count, heads, dim)
+        return out[:, :, : self.count].transpose(1, 2).reshape(num_rows * self.count, heads, dim)
 
     def _in_order(self, tiles: Tensor) -> list[tuple[int, Tensor]]:
         """The slices of `tiles` that hold tile 1, tile 2, ... of the first `run` rows."""
         ends = np.cumsum(self.runs).tolist()
         return [(end - start, tiles[start:end]) for start, end in pairwise(ends)]
 
-    def _tiles(self, kv: LayerKV, which: int) -> Tensor:
+    def _summed(self, tiles: Tensor) -> Tensor:
+        """Add a row's tiles one after another: [tiles, ...] -> [R, ...]."""
+        total = tiles[: self.runs[0]].clone()
+        for run, part in self._in_order(tiles):
+            total[:run] += part
+        return total
+
+    def _tiles(self, kv: LayerKV, which: int, scratch: _Scratch) -> Tensor:
         """Gather keys (0) or values (1) as float32 [tiles, num_kv_heads, TILE, D]."""
         _, num_layers, _, kv_heads, block_size, dim = kv.region.shape
         flat = kv.region.view(-1, kv_heads * block_size * dim)
-        rows = self.blocks * (2 * num_layers) + (2 * kv.layer + which)
-        found = flat.index_select(0, rows.flatten())
-        tiles = rows.shape[0]
+        rows = (self.blocks * (2 * num_layers) + (2 * kv.layer + which)).flatten()
+        found = scratch.take("found", flat.dtype, len(rows), flat.shape[1])
+        torch.index_select(flat, 0, rows, out=found)
+        tiles = len(self.blocks)
+        out = scratch.take("tiles", torch.float32, tiles, kv_heads, TILE, dim)
         if self.part is None:
             blocks = found.view(tiles, -1, kv_heads, block_size, dim)
-            out = torch.empty(tiles, kv_heads, TILE, dim, device=found.device)
             out.view(tiles, kv_heads, -1, block_size, dim).copy_(blocks.transpose(1, 2))
-            return out
-        blocks = found.view(tiles, kv_heads, block_size // TILE, TILE, dim)
-        return blocks[torch.arange(tiles, device=found.device), :, self.part].float()
+        else:
+            blocks = found.view(tiles, kv_heads, block_size // TILE, TILE, dim)
+            out.copy_(blocks[torch.arange(tiles, device=found.device), :, self.part])
+        return out
 
 
-def _plan(batch: AttentionBatch, window: int | None, share: int, device: torch.device) -> list[_Group]:
+def _plan(batch: AttentionBatch, window: int | None, padded: int, device: torch.device) -> list[_Group]:
     """Cut the batch into groups of rows with equally many queries, decode rows together and each chunk by itself."""
     firsts = np.concatenate(([0], np.cumsum(batch.counts))).tolist()
     pieces = []  # (queries, first token, first position, row)
@@ -183,16 +205,17 @@ def _plan(batch: AttentionBatch, window: int | None, share: int, device: torch.d
         count, _, position, _ = piece
         more = -(-(position + count) // TILE)
         if held and (count != held[0][0] or tiles + more > GROUP_TILES):
-            groups.append(_group(batch, held, window, device))
+            groups.append(_group(batch, held, window, padded, device))
             held, tiles = [], 0
         held.append(piece)
         tiles += more
-    groups.append(_group(batch, held, window, device))
+    groups.append(_group(batch, held, window, padded, device))
     return groups
 
 
-def _group(batch: AttentionBatch, pieces: list[tuple[int, int, int, int]], window: int | None, device: torch.device) -> _Group:
+def _group(batch: AttentionBatch, pieces: list[tuple[int, int, int, int]], window: int | None, padded: int, device: torch.device) -> _Group:
     count, size = pieces[0][0], batch.block_size
+    padded = max(padded, count)
     per_tile = max(1, TILE // size)
     spans = []  # first and last tile of each piece
     for _, _, position, _ in pieces:
@@ -219,20 +242,23 @@ def _group(batch: AttentionBatch, pieces: list[tuple[int, int, int, int]], windo
     hidden = positions[:, None, :] > queries[:, :, None]
     if window is not None:
         hidden |= positions[:, None, :] <= queries[:, :, None] - window
+    edges = np.flatnonzero(hidden.any((1, 2)))
+    hidden = hidden[edges]
     unseen = hidden.all(1)
-    edges = np.flatnonzero(unseen.any(1))
+    hidden = np.pad(hidden, ((0, 0), (0, padded - count), (0, 0)))
 
     def put(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     return _Group(
         count=count,
+        padded=padded,
         tokens=put(np.concatenate([np.arange(token, token + count) for _, token, _, _ in pieces])),
         runs=runs,
         rows=put(rows),
         blocks=put(blocks),
         part=put(numbers % (size // TILE)) if size > TILE else None,
-        hidden=put(hidden)[:, None, :, None, :],
         edges=put(edges),
-        unseen=put(unseen[edges])[:, None, :, None],
+        hidden=put(hidden)[:, None, :, None, :],
+        unseen=put(unseen)[:, None, :, None],
     )

@@ -16,7 +16,7 @@ from octavo.loading.checkpoint import Checkpoint
 from octavo.plan import Capacity, Row, RowResult, StepPlan, StepResult
 from octavo.worker import batch, sampler
 from octavo.worker.batch import Slot
-from octavo.worker.kv_store import KVStore
+from octavo.worker.kv_store import BlockShape, KVStore
 from octavo.worker.memory import available_memory, available_processors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -47,17 +47,16 @@ class Runner:
             weights = Weights(checkpoint, dtype, self.device, on_tensor)
             self._model = decoder(ops.backend(self.device), weights, model_config, reach)
             _check_untaken(weights)
-            shape = {
-                "num_layers": model_config.num_layers,
-                "num_kv_heads": model_config.num_kv_heads,
-                "block_size": block_size,
-                "head_dim": model_config.head_dim,
-                "dtype": kv_dtype,
-            }
-            num_blocks = _pool_blocks(config, KVStore.block_bytes(**shape), -(-reach // block_size), self.device)
+            shape = BlockShape(
+                num_layers=model_config.num_layers,
+                num_kv_heads=model_config.num_kv_heads,
+                block_size=block_size,
+                head_dim=model_config.head_dim,
+                dtype=kv_dtype,
+            )
+            num_blocks = _pool_blocks(config, shape.num_bytes, -(-reach // block_size), self.device)
             limits["the KV pool"] = num_blocks * block_size
-            prealloc = min(config.memory.prealloc_blocks, num_blocks)
-            self._kv = KVStore(num_blocks=num_blocks, prealloc_blocks=prealloc, device=self.device, **shape)
+            self._kv = KVStore(shape, num_blocks, min(config.memory.prealloc_blocks, num_blocks), self.device)
         bound_by = min(limits, key=lambda name: limits[name])
         self.capacity = Capacity(
             num_blocks=num_blocks,
@@ -74,34 +73,39 @@ class Runner:
         """Memory of the block tables held here."""
         return sum(slot.table.nbytes for slot in self._slots.values())
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
+        began = time.perf_counter()
+        copied = self.prepare(plan)
+        prepared = time.perf_counter()
+        rows = self._run(plan.rows)
+        return StepResult(
+            step=plan.step,
+            rows=rows,
+            committed_blocks=self.capacity.num_blocks,
+            forward_seconds=time.perf_counter() - prepared,
+            copy_seconds=prepared - began if plan.copies else 0.0,
+            copied_bytes=copied,
+        )
+
+    def prepare(self, plan: StepPlan) -> int:
+        """Bring slots and KV memory to the state the plan's rows start from; returns bytes copied."""
         for number in plan.released:
             self._slots.pop(number, None)
-        began = time.perf_counter()
         copied = self._kv.copy(plan.copies)
-        copy_seconds = time.perf_counter() - began
         for row in plan.rows:
             if row.assign is not None:
                 self._slots[row.slot] = Slot(row.assign)
             self._slots[row.slot].take(row)
-        began = time.perf_counter()
-        results = self._run(plan.rows)
-        return StepResult(
-            step=plan.step,
-            rows=results,
-            committed_blocks=self.capacity.num_blocks,
-            forward_seconds=time.perf_counter() - began,
-            copy_seconds=copy_seconds,
-            copied_bytes=copied,
-        )
+        return copied
 
+    @torch.inference_mode()
     def forward(self, rows: list[Row]) -> Tensor:
-        """Compute rows, storing their keys and values -> logits [sum of num_logits, vocab_size]."""
+        """Compute prepared rows, storing their keys and values -> logits [sum of num_logits, vocab_size]."""
         inputs = batch.build(rows, self._slots, self._block_size, self.device)
         hidden = self._model.forward(inputs.token_ids, inputs.positions, self._kv.layers, inputs.attention)
         return self._model.logits(hidden[inputs.logit_rows])
 
+    @torch.inference_mode()
     def _run(self, rows: list[Row]) -> list[RowResult]:
         if any(row.draft_ids or row.num_logits > 1 for row in rows):
             raise EngineError("this worker verifies no drafts and scores no prompts")

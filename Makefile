@@ -1,0 +1,46 @@
+# Every target works from nothing, and again on top of an older .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo install test soak check bench clean
+
+demo: install ## install, fetch the default model, answer a prompt
+	$(BIN)/octavo pull smollm2-135m
+	$(BIN)/octavo generate "What is the capital of France?" --chat --temperature 0
+
+test: $(VENV)/.test ## what CI runs
+	$(BIN)/python scripts/check
+	$(BIN)/octavo pull smollm2-135m
+	$(BIN)/python -m pytest -m "not slow" -o console_output_style=count --durations=15
+
+soak: $(VENV)/.test ## the long tests too
+	$(BIN)/octavo pull smollm2-135m
+	$(BIN)/python -m pytest -s -rA --durations=15
+
+check: $(VENV)/.test ## style, types, law of imports, size of the heart
+	$(BIN)/python scripts/check
+
+bench: install ## workload, start time, cost of the core
+	$(BIN)/octavo pull smollm2-135m
+	$(BIN)/python -m octavo.bench.workload
+	$(BIN)/python -m octavo.bench.start
+	$(BIN)/python -m octavo.bench.core
+
+install: $(VENV)/.installed
+
+# The stamps hold what was installed from: a change of either file installs anew.
+$(VENV)/.installed: pyproject.toml constraints.txt $(NATIVE_SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --group test --group check
+	touch $@
+
+clean:
+	rm -rf $(VENV) build

@@ -1,0 +1,148 @@
+// A vector of floats of the width at hand, and the few operations that the kernels are written in.
+// Compiled once for each instruction set, inside that set's namespace: no code of one may be linked into another.
+#pragma once
+
+#include <cstring>
+#include <limits>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#include "kernels.hpp"
+
+namespace octavo::OCTAVO_ISA {
+
+#ifdef __AVX512F__
+constexpr int LANES = 16;
+#else
+constexpr int LANES = 4;
+#endif
+
+using Floats = float __attribute__((vector_size(4 * LANES)));
+using Ints = int32_t __attribute__((vector_size(4 * LANES)));
+using Words = uint32_t __attribute__((vector_size(4 * LANES)));
+using Halves = uint16_t __attribute__((vector_size(2 * LANES)));
+
+#define OCTAVO_INLINE static inline __attribute__((always_inline))
+
+constexpr float NONE = -std::numeric_limits<float>::infinity();
+
+OCTAVO_INLINE int round_up(int size) { return (size + LANES - 1) / LANES * LANES; }
+
+OCTAVO_INLINE Floats broadcast(float x) {
+#ifdef __AVX512F__
+    return (Floats)_mm512_set1_ps(x);
+#else
+    return Floats{x, x, x, x};
+#endif
+}
+
+OCTAVO_INLINE Floats load(const float* from) {
+    Floats out;
+    memcpy(&out, from, sizeof out);
+    return out;
+}
+
+OCTAVO_INLINE void store(float* to, Floats x) { memcpy(to, &x, sizeof x); }
+
+OCTAVO_INLINE Floats load(const Bfloat16* from) {
+    Halves bits;
+    memcpy(&bits, from, sizeof bits);
+    return (Floats)(__builtin_convertvector(bits, Words) << 16);
+}
+
+// Rounds to nearest even; any NaN becomes the quiet one.
+OCTAVO_INLINE void store(Bfloat16* to, Floats x) {
+    Words bits = (Words)x;
+    Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    Halves out = __builtin_convertvector(x == x ? rounded : Words{} + 0x7fc0, Halves);
+    memcpy(to, &out, sizeof out);
+}
+
+OCTAVO_INLINE float widen(float x) { return x; }
+
+OCTAVO_INLINE float widen(Bfloat16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float out;
+    memcpy(&out, &bits, sizeof out);
+    return out;
+}
+
+OCTAVO_INLINE void narrow(float x, float& out) { out = x; }
+
+OCTAVO_INLINE void narrow(float x, Bfloat16& out) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    out.bits = x == x ? uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : uint16_t(0x7fc0);
+}
+
+// x as it would be read back from memory.
+template <class T>
+OCTAVO_INLINE Floats rounded(Floats x) {
+    if constexpr (sizeof(T) == sizeof(float)) return x;
+    alignas(64) T held[LANES];
+    store(held, x);
+    return load(held);
+}
+
+OCTAVO_INLINE Floats fused(Floats a, Floats b, Floats c) {
+#ifdef __AVX512F__
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return a * b + c;
+#endif
+}
+
+// The larger; where one is NaN, the second.
+OCTAVO_INLINE Floats larger(Floats x, Floats than) { return x > than ? x : than; }
+
+OCTAVO_INLINE float largest(Floats x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float out = x[0];
+    for (int i = 1; i < LANES; i++) out = x[i] > out ? x[i] : out;
+    return out;
+#endif
+}
+
+OCTAVO_INLINE float total(Floats x) {
+    float lanes[LANES];
+    store(lanes, x);
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+// x in lanes whose column is in [from, to), `other` elsewhere; the first lane is `column`.
+OCTAVO_INLINE Floats within(Floats x, int column, int from, int to, float other) {
+#ifdef __AVX512F__
+    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#else
+    const Ints lane = {0, 1, 2, 3};
+#endif
+    Ints at = lane + column;
+    return ((at >= from) & (at < to)) ? x : broadcast(other);
+}
+
+// e^x for x <= 0 within 2 units in the last place, 0 where that would be subnormal, NaN for NaN.
+// x = n ln 2 + r with |r| <= ln 2 / 2, and e^r by its series.
+OCTAVO_INLINE Floats exponential(Floats x) {
+    const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+    Floats shifted = fused(x, broadcast(1.44269504f), magic);
+    Floats n = shifted - magic;
+    Floats r = fused(n, broadcast(-0.693359375f), x);
+    r = fused(n, broadcast(2.12194440e-4f), r);
+    Floats p = broadcast(1.0f / 5040.0f);
+    p = fused(p, r, broadcast(1.0f / 720.0f));
+    p = fused(p, r, broadcast(1.0f / 120.0f));
+    p = fused(p, r, broadcast(1.0f / 24.0f));
+    p = fused(p, r, broadcast(1.0f / 6.0f));
+    p = fused(p, r, broadcast(0.5f));
+    p = fused(p, r, broadcast(1.0f));
+    p = fused(p, r, broadcast(1.0f));
+    Floats power = (Floats)((((Ints)shifted - (Ints)magic) + 127) << 23);
+    return x < broadcast(-87.0f) ? Floats{} : p * power;
+}
+
+}  // namespace octavo::OCTAVO_ISA

@@ -1,0 +1,125 @@
+// The Python face of the kernels. Tensors come as addresses and strides in elements; the caller keeps them alive.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "attention_plan.hpp"
+#include "kernels.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace octavo {
+namespace {
+
+using Integers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+bool has_avx512() {
+#ifdef OCTAVO_AVX512
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl");
+#else
+    return false;
+#endif
+}
+
+std::vector<std::string> instruction_sets() {
+    if (has_avx512()) return {"avx512", "portable"};
+    return {"portable"};
+}
+
+const Kernels* find(const std::string& name) {
+#ifdef OCTAVO_AVX512
+    if (name == "avx512" && has_avx512()) return &avx512_kernels();
+#endif
+    if (name == "portable") return &portable_kernels();
+    throw std::invalid_argument("no kernels for " + name + " on this processor");
+}
+
+Element element(bool is_bfloat16) { return is_bfloat16 ? Element::bfloat16 : Element::float32; }
+
+template <class T>
+T* at(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+// Below this many elements the threads cost more than they give.
+constexpr int64_t WORTH_SHARING = 16384;
+
+template <class Call>
+void by_token(void (*kernel)(const Call&, int64_t), const Call& call, int64_t tokens, int64_t elements_per_token) {
+#pragma omp parallel for schedule(static) if (tokens * elements_per_token >= WORTH_SHARING)
+    for (int64_t token = 0; token < tokens; token++) kernel(call, token);
+}
+
+// The kernels of one instruction set.
+class Backend {
+public:
+    explicit Backend(const std::string& name) : kernels(find(name)) {}
+
+    std::string name() const { return kernels->name; }
+
+    void paged_attention(const AttentionPlan& plan, uintptr_t query, int64_t query_stride, uintptr_t key, int64_t key_stride,
+                         uintptr_t value, int64_t value_stride, uintptr_t out, bool bfloat16, uintptr_t region, bool region_bfloat16,
+                         int64_t layer, float scale) const {
+        plan.run(*kernels, {at<void>(query), at<void>(key), at<void>(value), at<void>(out), at<void>(region), element(bfloat16),
+                            element(region_bfloat16), query_stride, key_stride, value_stride, layer, scale});
+    }
+
+    void rms_norm(uintptr_t x, int64_t x_stride, uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t sum, bool bfloat16,
+                  int64_t tokens, int heads, int size, float eps) const {
+        NormCall call{at<void>(x), at<void>(residual), at<void>(weight), at<void>(out), at<void>(sum), element(bfloat16), x_stride,
+                      heads, size, eps};
+        by_token(kernels->rms_norm, call, tokens, int64_t(heads) * size);
+    }
+
+    void rotary(uintptr_t x, int64_t x_stride, uintptr_t cos, uintptr_t sin, uintptr_t out, bool bfloat16, int64_t tokens, int heads,
+                int dim, int half) const {
+        RotaryCall call{at<void>(x), at<float>(cos), at<float>(sin), at<void>(out), element(bfloat16), x_stride, heads, dim, half};
+        by_token(kernels->rotary, call, tokens, int64_t(heads) * dim);
+    }
+
+    void silu_and_mul(uintptr_t gate_up, int64_t stride, uintptr_t out, bool bfloat16, int64_t tokens, int size) const {
+        GateCall call{at<void>(gate_up), at<void>(out), element(bfloat16), stride, size};
+        by_token(kernels->silu_and_mul, call, tokens, size);
+    }
+
+private:
+    const Kernels* kernels;
+};
+
+void make_plan(AttentionPlan* self, Integers counts, Integers starts, Integers table_lengths, Integers tables, Integers slots,
+               int64_t window, int64_t num_blocks, int64_t num_layers, int num_kv_heads, int block_size, int dim, int group) {
+    int64_t rows = counts.shape(0), length = 0;
+    if (int64_t(starts.shape(0)) != rows || int64_t(table_lengths.shape(0)) != rows)
+        throw std::invalid_argument("counts, starts and table_lengths must be equally long");
+    for (int64_t row = 0; row < rows; row++) length += table_lengths.data()[row];
+    if (int64_t(tables.shape(0)) != length) throw std::invalid_argument("table_lengths do not add up to the length of tables");
+    new (self) AttentionPlan({num_blocks, num_layers, num_kv_heads, block_size, dim, group}, rows, counts.data(), starts.data(),
+                             table_lengths.data(), tables.data(), slots.shape(0), slots.data(), window);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.def("instruction_sets", &instruction_sets, "Names that Backend takes on this processor, fastest first.");
+
+    nb::class_<AttentionPlan>(m, "AttentionPlan", "Who attends to what in one step, for all layers with one window (0: no window).")
+        .def("__init__", &make_plan, "counts"_a, "starts"_a, "table_lengths"_a, "tables"_a, "slots"_a, nb::kw_only(), "window"_a,
+             "num_blocks"_a, "num_layers"_a, "num_kv_heads"_a, "block_size"_a, "dim"_a, "group"_a);
+
+    nb::class_<Backend>(m, "Backend", "The kernels of one instruction set; see octavo.ops.interface.Ops.")
+        .def(nb::init<const std::string&>())
+        .def_prop_ro("name", &Backend::name)
+        .def("paged_attention", &Backend::paged_attention, nb::call_guard<nb::gil_scoped_release>())
+        .def("rms_norm", &Backend::rms_norm, nb::call_guard<nb::gil_scoped_release>())
+        .def("rotary", &Backend::rotary, nb::call_guard<nb::gil_scoped_release>())
+        .def("silu_and_mul", &Backend::silu_and_mul, nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace octavo

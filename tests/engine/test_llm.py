@@ -1,0 +1,244 @@
+"""`LLM` with the real model: what a user of it sees."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.errors import CheckpointError, ConfigError, EngineError, InvalidValueError, ModelNotFoundError, PromptTooLongError
+from octavo.outputs import RequestOutput
+from octavo.worker.runner import Runner
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2_gguf: Path) -> Iterator[LLM]:
+    with LLM(smollm2_gguf, max_model_len=512, max_batch_size=8, prealloc_blocks=8, check_invariants=True) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind(llm: LLM) -> Iterator[None]:
+    yield
+    llm.check_integrity()
+    stats = llm.stats()
+    assert (stats.blocks.used, stats.running, stats.waiting) == (0, 0, 0)
+    assert llm.generate("The capital of France is", greedy(1))[0].outputs[0].text == " Paris"
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count)
+
+
+def test_chat_answers_paris(llm: LLM) -> None:
+    output = llm.chat([{"role": "user", "content": "What is the capital of France?"}], greedy(40))[0]
+    assert output.outputs[0].text == "The capital of France is Paris."
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].token_ids[-1] == llm.tokenizer.eos_token_id
+
+
+def test_the_forms_of_a_prompt_agree(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("The capital of France is")
+    forms = ["The capital of France is", ids, {"prompt_token_ids": ids}]
+    outputs = [llm.generate(form, greedy(8))[0] for form in forms] + llm.generate(forms, greedy(8))
+    assert len({output.outputs[0].text for output in outputs}) == 1
+    assert all(output.prompt_token_ids == ids for output in outputs)
+
+
+def test_parameters_one_for_all_or_one_each(llm: LLM) -> None:
+    outputs = llm.generate(["One", "Two"], [greedy(2), greedy(5)])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 5]
+    with pytest.raises(InvalidValueError, match="3 for 2 prompts"):
+        llm.generate(["One", "Two"], [greedy(2)] * 3)
+
+
+def test_a_stream_joins_to_the_whole(llm: LLM) -> None:
+    whole = llm.generate("Once upon a time", greedy(20))[0].outputs[0]
+    seen = [(output.delta, output.finished) for output in llm.stream("Once upon a time", greedy(20))]
+    assert "".join(delta for delta, _ in seen) == whole.text
+    assert [finished for _, finished in seen].count(True) == 1
+    assert len(seen) == 20
+
+
+def test_a_closed_stream_frees_its_blocks_and_one_never_started_takes_none(llm: LLM) -> None:
+    stream = llm.stream("Once upon a time", greedy(400))
+    next(stream)
+    assert llm.stats().blocks.used > 0
+    stream.close()
+    assert llm.stats().blocks.used == 0
+    llm.stream("Once upon a time", greedy(400)).close()
+
+
+def test_aborting_from_within(llm: LLM) -> None:
+    stream = llm.stream("Once upon a time", greedy(400))
+    output = next(stream)
+    assert llm.abort(output.request_id)
+    last = list(stream)[-1]
+    assert last.outputs[0].finish_reason == "abort"
+    assert not llm.abort(output.request_id)
+
+
+def test_a_deadline_ends_with_timeout_and_keeps_what_was_said(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=480, ignore_eos=True, timeout_ms=400)
+    output = llm.generate("Once upon a time", params)[0]
+    assert output.outputs[0].finish_reason == "timeout"
+    assert 0 < len(output.outputs[0].token_ids) < 480
+
+
+def test_seeds_repeat_and_differ(llm: LLM) -> None:
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=12) for seed in (1, 1, 2)]
+    texts = [output.outputs[0].text for output in llm.generate(["Once upon a time"] * 3, params)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_progress_is_told_once_a_request(llm: LLM) -> None:
+    seen: list[RequestOutput] = []
+    outputs = llm.generate(["One", "Two", "Three"], greedy(4), on_progress=seen.append)
+    assert sorted(output.request_id for output in seen) == sorted(output.request_id for output in outputs)
+
+
+def test_stop_ids_end_the_answer_and_are_not_spoken(llm: LLM) -> None:
+    paris = llm.tokenizer.encode(" Paris")
+    output = llm.generate("The capital of France is", SamplingParams(temperature=0, stop_token_ids=paris))[0].outputs[0]
+    assert (output.text, output.token_ids, output.finish_reason, output.stop_reason) == ("", paris, "stop", paris[0])
+
+
+def test_the_longest_sequence_ends_with_length(llm: LLM) -> None:
+    output = llm.generate([5] * 500, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))[0]
+    assert len(output.outputs[0].token_ids) == 12
+    assert output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("", "it is empty"),
+        ([], "prompts|empty"),
+        ({"prompt_token_ids": []}, "it is empty"),
+        ([1, 49152], "token id 49152; allowed: 0 to 49151"),
+        ([[1, -1]], "token id -1; allowed: 0 to 49151"),
+        ([[True]], "token id True"),
+        (3.5, "allowed: a text, a list of token ids"),
+        ([None], "allowed: a text, a list of token ids"),
+        ({"prompt": "x"}, "allowed: a text, a list of token ids"),
+    ],
+    ids=str,
+)
+def test_a_bad_prompt_is_one_clear_sentence(llm: LLM, prompt: object, said: str) -> None:
+    if prompt == []:
+        assert llm.generate([]) == []
+        return
+    with pytest.raises(InvalidValueError, match=said):
+        llm.generate(prompt)  # type: ignore[arg-type]
+
+
+def test_one_bad_prompt_among_good_ones_runs_nothing(llm: LLM) -> None:
+    before = llm.stats().steps
+    with pytest.raises(InvalidValueError):
+        llm.generate(["good", ""])
+    assert llm.stats().steps == before
+
+
+def test_a_prompt_too_long_names_both_numbers(llm: LLM) -> None:
+    with pytest.raises(PromptTooLongError, match=r"512 tokens, .* may have 512 \(max_model_len\)"):
+        llm.generate([[5] * 512])
+
+
+def test_a_pool_that_never_fits_the_prompt_names_both_numbers_and_one_that_does_ends_with_length(smollm2_gguf: Path) -> None:
+    with LLM(smollm2_gguf, max_blocks=4, prealloc_blocks=0, check_invariants=True) as small:
+        with pytest.raises(PromptTooLongError, match=r"64 tokens, .* may have 64 \(the KV pool\)"):
+            small.generate([[5] * 64])
+        output = small.generate([[5] * 60], SamplingParams(max_tokens=100, ignore_eos=True))[0].outputs[0]
+        assert (len(output.token_ids), output.finish_reason) == (4, "length")
+
+
+def test_a_row_of_nan_ends_alone_and_its_blocks_are_clean_after(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = ["Once upon a time", "The capital of France is", "In the beginning"]
+    expected = [output.outputs[0].text for output in llm.generate(prompts, greedy(12))]
+    forward = Runner.forward
+    calls = 0
+
+    def poisoned(self: Runner, rows: list) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        logits = forward(self, rows)
+        if calls == 4:
+            logits[1] = torch.nan
+            for layer in self._kv.layers:
+                layer.region[self._slots[rows[1].slot].table] = torch.nan
+        return logits
+
+    monkeypatch.setattr(Runner, "forward", poisoned)
+    outputs = [output.outputs[0] for output in llm.generate(prompts, greedy(12))]
+    assert outputs[1].finish_reason == "error"
+    assert outputs[1].error == "the model gave no finite logits for this request"
+    assert [outputs[0].text, outputs[2].text] == [expected[0], expected[2]]
+    monkeypatch.undo()
+    assert [output.outputs[0].text for output in llm.generate(prompts, greedy(12))] == expected
+
+
+def test_an_exception_in_a_step_ends_its_requests_and_no_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Runner, rows: list) -> torch.Tensor:
+        monkeypatch.undo()
+        raise RuntimeError("the device caught fire")
+
+    prompts = ["Once upon a time"] * 12  # more than a batch: four wait
+    monkeypatch.setattr(Runner, "forward", broken)
+    outputs = [output.outputs[0] for output in llm.generate(prompts, greedy(4))]
+    assert [output.finish_reason for output in outputs] == ["error"] * 8 + ["length"] * 4
+    assert outputs[0].error == "RuntimeError: the device caught fire"
+
+
+def test_settings_that_cannot_be_met_are_refused(smollm2_gguf: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len: 9000; allowed: up to the model's context of 8192 tokens"):
+        LLM(smollm2_gguf, max_model_len=9000)
+    with pytest.raises(ConfigError, match=r"max_blocks: 1; a pool needs at least 2 blocks"):
+        LLM(smollm2_gguf, max_blocks=1)
+    with pytest.raises(ConfigError, match=r"max_blocks: 100000000; .* bytes and \d+ are available"):
+        LLM(smollm2_gguf, max_blocks=100_000_000)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="device: 'cuda'; no CUDA device"):
+            LLM(smollm2_gguf, device="cuda")
+
+
+def test_models_that_are_not_there_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="no-such-model"):
+        LLM("no-such-model")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    with pytest.raises(CheckpointError, match=r"model\.gguf"):
+        LLM(tmp_path / "model.gguf")
+
+
+def test_a_closed_engine_says_so(smollm2_gguf: Path) -> None:
+    llm = LLM(smollm2_gguf, max_blocks=8)
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineError, match="closed"):
+        llm.generate("x")
+
+
+def test_loading_takes_little_more_than_the_model(smollm2_gguf: Path) -> None:
+    """Anonymous memory above what `import torch` takes, at its peak: at most a quarter over the weights in bfloat16."""
+    program = f"""
+import torch, threading
+torch.ones(64, 64) @ torch.ones(64, 64)
+def anonymous():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) / 1024
+before, peak = anonymous(), 0.0
+def watch(taken, total):
+    global peak
+    peak = max(peak, anonymous())
+from octavo import LLM
+llm = LLM({str(smollm2_gguf)!r}, max_blocks=16, prealloc_blocks=0, on_tensor=watch)
+print(max(peak, anonymous()) - before)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    megabytes = float(ran.stdout)
+    weights = 134_515_008 * 2 / 2**20
+    print(f"anonymous memory: {megabytes:.0f} MiB for {weights:.0f} MiB of weights, {megabytes / weights:.2f}")
+    assert megabytes < 1.25 * weights

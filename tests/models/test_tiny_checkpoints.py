@@ -1,0 +1,142 @@
+"""Every model, and every variation of one, against transformers on tiny random checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from octavo.errors import CheckpointError
+from tests.oracle import logits, make_runner, reference_logits
+
+BASE: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, one KV head": ("llama", {"num_key_value_heads": 1}),
+    "llama, as many KV heads as heads": ("llama", {"num_key_value_heads": 4}),
+    "llama, six heads of 20": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20}),
+    "llama, heads wider than the model": ("llama", {"head_dim": 40}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "llama, linear under the old key": ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "llama, dynamic": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
+    "llama, llama3": ("llama", {"rope_scaling": {"rope_type": "llama3", **LLAMA3}}),
+    "llama, yarn": ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}),
+    "llama, yarn with magnitudes": (
+        "llama",
+        {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.2,
+                "beta_fast": 16,
+                "beta_slow": 2,
+            }
+        },
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral, window": ("mistral", {"sliding_window": 17}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2, windows on upper layers": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {}),
+    "qwen3, biases": ("qwen3", {"attention_bias": True}),
+}
+
+
+def make(folder: Path, model_type: str, differences: dict[str, Any]) -> Any:
+    torch.manual_seed(len(str(differences)))
+    config = transformers.AutoConfig.for_model(model_type, **(BASE | differences))
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+def ids(count: int) -> list[int]:
+    return torch.randint(3, 131, (count,), generator=torch.Generator().manual_seed(count)).tolist()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_transformers_in_any_chunking(name: str, tmp_path: Path) -> None:
+    model_type, differences = CASES[name]
+    model = make(tmp_path, model_type, differences)
+    tokens = ids(100)
+    expected = reference_logits(model, tokens)
+    runner = make_runner(tmp_path, block_size=8)
+    whole = logits(runner, tokens)
+    assert expected.std() > 0.1, "the checkpoint is too tame to tell anything"
+    assert (whole - expected).abs().max() < 2e-4
+    for chunk in (1, 7, 16):
+        assert torch.equal(logits(runner, tokens, chunk), whole)
+
+
+def test_dynamic_rotation_past_the_trained_context_is_that_of_token_by_token_generation(tmp_path: Path) -> None:
+    model = make(tmp_path, "llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 40})
+    tokens = ids(60)
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.inference_mode():
+        parts = [model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0] for token in tokens]
+    assert (logits(make_runner(tmp_path), tokens) - torch.cat(parts)).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("stored", ["absent", "present"])
+def test_a_tied_head_is_the_embedding_whether_or_not_the_file_repeats_it(stored: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = make(tmp_path, "llama", {"tie_word_embeddings": True})
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    if stored == "present":
+        tensors["lm_head.weight"] = torch.zeros_like(tensors["model.embed_tokens.weight"])
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert (logits(make_runner(tmp_path), ids(20)) - reference_logits(model, ids(20))).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        ({"model_type": "mamba"}, r"model_type: 'mamba' is not supported; supported: llama, mistral, qwen2, qwen3"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}, "rope_parameters": None}, r"type 'spiral' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": None}, r"type 'yarn' needs factor"),
+        ({"hidden_act": "gelu"}, r"hidden_act: 'gelu' is not supported"),
+        ({"hidden_size": None}, r"lacks hidden_size"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads: 4 is no multiple of num_key_value_heads: 3"),
+        ({"intermediate_size": 81}, r"mlp.gate_proj.weight \[80, 48\], .*; the configuration says \[162, 48\]"),
+        ({"num_hidden_layers": 4}, r"needs the tensor model.layers.3.input_layernorm.weight, which is not there"),
+        ({"num_hidden_layers": 2}, r"tensors that this model does not use: model.layers.2"),
+    ],
+)
+def test_a_configuration_that_cannot_be_run_is_named(edit: dict[str, Any], said: str, tmp_path: Path) -> None:
+    import json
+
+    make(tmp_path, "llama", {})
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | edit))
+    with pytest.raises(CheckpointError, match=said):
+        make_runner(tmp_path)
