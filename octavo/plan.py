@@ -140,3 +140,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     dtype: str
     device: str
+
+    def __str__(self) -> str:
+        pool = f"{self.num_blocks} KV blocks of {self.block_size} tokens ({self.kv_bytes / 2**20:.0f} MiB at most)"
+        return f"{self.dtype} on {self.device}, {pool}; a sequence may have {self.longest} tokens ({self.bound_by})"

@@ -53,7 +53,7 @@ def main(model: str = "smollm2-135m", *flags: str) -> None:
     prompt_tokens = sum(len(prompt) for prompt, _ in work)
     figures = {
         "engine": "octavo",
-        "dtype": llm.engine.capacity.dtype,
+        "dtype": llm.capacity.dtype,
         "load_s": loaded,
         "first_token_128_s": first,
         "single_tokens_per_s": single,

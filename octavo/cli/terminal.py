@@ -28,6 +28,7 @@ def open_llm(model: str, revision: str | None, config: EngineConfig) -> Iterator
 
         llm = LLM(path, config=config, on_tensor=show)
     with llm:
+        typer.echo(f"{model}: {llm.capacity}", err=True)
         yield llm
 
 

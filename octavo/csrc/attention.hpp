@@ -116,14 +116,19 @@ static void finish_piece(const AttentionCall& call, const Piece& piece, const fl
     }
 }
 
+// What some query of the piece sees, within the piece's spans.
+static Range seen_by(const AttentionCall& call, const Piece& piece) {
+    Range first = visible(call, piece.position), last = visible(call, piece.position + piece.count - 1);
+    return Range{first.from, last.to}.cut({int64_t(piece.first_span) * SPAN, int64_t(piece.end_span) * SPAN});
+}
+
+// following: the piece this thread takes next, whose first tile is fetched ahead; or null.
 template <class T>
 class PieceOfContext {
 public:
-    PieceOfContext(const AttentionCall& call, const Piece& piece, Scratch& scratch)
-        : call(call), piece(piece), scratch(scratch), padded(round_up(call.dim)), state_floats(Scratch::state_floats(padded)) {
-        Range first = visible(call, piece.position), last = visible(call, piece.position + piece.count - 1);
-        seen = {first.from, last.to};
-    }
+    PieceOfContext(const AttentionCall& call, const Piece& piece, const Piece* following, Scratch& scratch)
+        : call(call), piece(piece), following(following), scratch(scratch), padded(round_up(call.dim)),
+          state_floats(Scratch::state_floats(padded)), seen(seen_by(call, piece)) {}
 
     void attend_span(int span) {
         Range part = seen.cut({int64_t(span) * SPAN, int64_t(span + 1) * SPAN});
@@ -134,45 +139,69 @@ public:
 private:
     const AttentionCall& call;
     const Piece& piece;
+    const Piece* following;
     Scratch& scratch;
     const int padded;
     const int64_t state_floats;
-    Range seen;
+    const Range seen;
 
-    const T* row(const void* base, int64_t position) const {
-        int64_t block = piece.table[position >> call.block_shift], mask = (int64_t(1) << call.block_shift) - 1;
-        int64_t in_head = (int64_t(piece.head) << call.block_shift) + (position & mask);
-        return static_cast<const T*>(base) + block * call.block_stride + in_head * call.dim;
-    }
+    // keys[j], values[j]: the rows of position start + j. Those outside of `held` repeat the nearest inside: no query sees them.
+    struct Rows {
+        const T* keys[TILE];
+        const T* values[TILE];
+        int64_t start = -1;
+        Range held{0, 0};
+    };
+    Rows rows[2];
 
-    // Columns outside of `held` are left as they are, or filled with a neighbour's: no query sees them.
-    void load_tile(int64_t start, Range held) {
-        const T* rows[TILE];
-        int first = int(held.from - start), end = int(held.to - start);
-        for (int j = first; j < end; j++) rows[j] = row(call.keys, start + j);
-        int from = first / LANES * LANES;
-        for (int j = from; j < first; j++) rows[j] = rows[first];
-        for (int j = end; j < round_up(end); j++) rows[j] = rows[first];
-        for (int j = from; j < end; j += LANES) transpose_rows(rows + j, call.dim, scratch.keys + j);
-        for (int j = first; j < end; j++) widen_row(row(call.values, start + j), call.dim, scratch.values + j * int64_t(padded));
-    }
-
-    void prefetch(int64_t start) const {
-        Range next = seen.cut({start, start + TILE});
-        for (int64_t position = next.from; position < next.to; position++) {
-            const char* key = reinterpret_cast<const char*>(row(call.keys, position));
-            const char* value = reinterpret_cast<const char*>(row(call.values, position));
-            for (int at = 0; at < call.dim * int(sizeof(T)); at += 64) {
-                __builtin_prefetch(key + at, 0, 2);
-                __builtin_prefetch(value + at, 0, 2);
-            }
+    void find(Rows& out, const Piece& piece, Range seen, int64_t start) const {
+        out.start = start;
+        out.held = seen.cut({start, start + TILE});
+        const int64_t mask = (int64_t(1) << call.block_shift) - 1;
+        const ptrdiff_t to_values = static_cast<const T*>(call.values) - static_cast<const T*>(call.keys);
+        const T* head = static_cast<const T*>(call.keys) + (int64_t(piece.head) << call.block_shift) * call.dim;
+        int first = int(out.held.from - start), end = int(out.held.to - start);
+        for (int j = 0; j < TILE; j++) {
+            int64_t position = start + (j < first ? first : j < end ? j : end - 1);
+            out.keys[j] = head + piece.table[position >> call.block_shift] * call.block_stride + (position & mask) * call.dim;
+            out.values[j] = out.keys[j] + to_values;
         }
     }
 
+    // Widen a tile, and fetch the next one's keys meanwhile.
+    void load_tile(const Rows& tile, const Rows& next) {
+        int first = int(tile.held.from - tile.start), end = int(tile.held.to - tile.start);
+        const bool fetches = !next.held.empty();
+        const int row_bytes = call.dim * sizeof(T);
+        for (int j = first / LANES * LANES; j < end; j += LANES) {
+            transpose_rows(tile.keys + j, call.dim, scratch.keys + j);
+            for (int i = j; fetches && i < j + LANES; i++) fetch(next.keys[i], 0, row_bytes / 2);
+        }
+        for (int j = first; j < end; j++) {
+            widen_row(tile.values[j], call.dim, scratch.values + j * int64_t(padded));
+            if (fetches) fetch(next.keys[j], row_bytes / 2, row_bytes);
+        }
+    }
+
+    static void fetch(const T* row, int from, int to) {
+        const char* bytes = reinterpret_cast<const char*>(row);
+        for (int at = from / CACHE_LINE * CACHE_LINE; at < to; at += CACHE_LINE) __builtin_prefetch(bytes + at, 0, 2);
+    }
+
     void attend_tile(int64_t start) {
-        Range tile{start, start + TILE}, held = seen.cut(tile);
-        load_tile(start, held);
-        prefetch(start + TILE);
+        Rows &tile = rows[start / TILE % 2], &next = rows[(start / TILE + 1) % 2];
+        if (tile.start != start) find(tile, piece, seen, start);
+        next.held = {0, 0};
+        if (start + TILE < seen.to) {
+            find(next, piece, seen, start + TILE);
+        } else if (following) {
+            Range coming = seen_by(call, *following);
+            find(next, *following, coming, coming.from / TILE * TILE);
+        }
+        load_tile(tile, next);
+        const Range held = tile.held;
+        const char* const* ahead = next.held.empty() ? nullptr : reinterpret_cast<const char* const*>(next.values);
+        const int row_bytes = call.dim * sizeof(T);
 
         // Tokens [first, end) see some of the tile, of which [whole_first, whole_end) see all of what is held.
         int first = piece.count, end = 0, whole_first = piece.count, whole_end = 0;
@@ -189,7 +218,8 @@ private:
         int group = call.group, columns = round_up(int(held.to - start)), from = int(held.from - start) / LANES * LANES;
         float* weights = scratch.weights + int64_t(first) * group * TILE;
         const float* queries = scratch.queries + int64_t(first) * group * call.dim;
-        product({queries, call.dim, scratch.keys, TILE, weights, TILE, 0, call.dim, false}, (end - first) * group, from, columns);
+        product({queries, call.dim, scratch.keys, TILE, weights, TILE, 0, call.dim, false, ahead, 0, row_bytes / 2}, (end - first) * group,
+                from, columns);
         for (int i = first; i < end; i++) {
             Range part = held.cut(visible(call, piece.position + i));
             for (int query = i * group; query < (i + 1) * group; query++)
@@ -198,19 +228,20 @@ private:
         }
         for (int i = first; i < end; i++) {
             if (i == whole_first) {
-                add_values(i, whole_end, held, start);
+                add_values(i, whole_end, held, start, ahead);
                 i = whole_end - 1;
             } else {
-                add_values(i, i + 1, held.cut(visible(call, piece.position + i)), start);
+                add_values(i, i + 1, held.cut(visible(call, piece.position + i)), start, nullptr);
             }
         }
     }
 
-    void add_values(int token, int end, Range part, int64_t start) {
+    void add_values(int token, int end, Range part, int64_t start, const char* const* ahead) {
         int64_t query = int64_t(token) * call.group;
         float* sums = scratch.span + query * state_floats + 2 * LANES;
+        const int row_bytes = call.dim * sizeof(T);
         product({scratch.weights + query * TILE, TILE, scratch.values, padded, sums, state_floats, int(part.from - start),
-                 int(part.to - start), true},
+                 int(part.to - start), true, ahead, row_bytes / 2 / CACHE_LINE * CACHE_LINE, row_bytes},
                 (end - token) * call.group, 0, padded);
     }
 };
@@ -225,10 +256,10 @@ static void load_queries(const AttentionCall& call, const Piece& piece, float* o
 }
 
 template <class T>
-static void attend_piece(const AttentionCall& call, const Piece& piece, Scratch& scratch, float* workspace) {
+static void attend_piece(const AttentionCall& call, const Piece& piece, const Piece* following, Scratch& scratch, float* workspace) {
     const int padded = round_up(call.dim), queries = piece.count * call.group;
     const int64_t state_floats = Scratch::state_floats(padded);
-    PieceOfContext<T> context(call, piece, scratch);
+    PieceOfContext<T> context(call, piece, following, scratch);
     for (int i = 0; i < queries; i++) clear(scratch.whole + i * state_floats, padded);
     for (int span = piece.first_span; span < piece.end_span; span++) {
         context.attend_span(span);
@@ -244,16 +275,16 @@ static void attend_piece(const AttentionCall& call, const Piece& piece, Scratch&
     finish_piece(call, piece, scratch.whole);
 }
 
-static void attend(const AttentionCall& call, const Piece& piece, float* floats, float* workspace) {
+static void attend(const AttentionCall& call, const Piece& piece, const Piece* following, float* floats, float* workspace) {
     Scratch scratch(floats, piece.count * call.group, call.dim);
     if (call.type == Element::float32)
         load_queries<float>(call, piece, scratch.queries);
     else
         load_queries<Bfloat16>(call, piece, scratch.queries);
     if (call.region_type == Element::float32)
-        attend_piece<float>(call, piece, scratch, workspace);
+        attend_piece<float>(call, piece, following, scratch, workspace);
     else
-        attend_piece<Bfloat16>(call, piece, scratch, workspace);
+        attend_piece<Bfloat16>(call, piece, following, scratch, workspace);
 }
 
 // Merge the spans of a piece whose results lie one after another in the workspace.

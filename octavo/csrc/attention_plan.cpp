@@ -1,6 +1,7 @@
 #include "attention_plan.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -90,6 +91,7 @@ void AttentionPlan::run(const Kernels& kernels, const LayerPointers& layer) cons
     static thread_local Buffer workspace_buffer;
     float* workspace = workspace_buffer.take(num_states * kernels.state_floats(call));
     const int64_t num_tokens = slots.size(), num_pieces = pieces.size(), num_merges = merges.size();
+    std::atomic<int64_t> taken{0};
 #pragma omp parallel
     {
         static thread_local Buffer scratch_buffer;
@@ -97,8 +99,14 @@ void AttentionPlan::run(const Kernels& kernels, const LayerPointers& layer) cons
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < num_tokens; token++)
             if (slots[token] >= 0) kernels.store(call, token, slots[token]);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_pieces; i++) kernels.attend(call, pieces[i], scratch, workspace);
+        // A thread takes its next piece before it does the last one, so that it can fetch ahead.
+        int64_t mine = taken.fetch_add(1);
+        while (mine < num_pieces) {
+            int64_t next = taken.fetch_add(1);
+            kernels.attend(call, pieces[mine], next < num_pieces ? &pieces[next] : nullptr, scratch, workspace);
+            mine = next;
+        }
+#pragma omp barrier
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < num_merges; i++) kernels.merge(call, merges[i], scratch, workspace);
     }

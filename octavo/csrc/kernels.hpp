@@ -82,7 +82,7 @@ struct Kernels {
     size_t (*scratch_floats)(const AttentionCall&, int queries);
     size_t (*state_floats)(const AttentionCall&);
     void (*store)(const AttentionCall&, int64_t token, int64_t slot);
-    void (*attend)(const AttentionCall&, const Piece&, float* scratch, float* workspace);
+    void (*attend)(const AttentionCall&, const Piece&, const Piece* following, float* scratch, float* workspace);
     void (*merge)(const AttentionCall&, const Piece&, float* scratch, const float* workspace);
     void (*rms_norm)(const NormCall&, int64_t token);
     void (*rotary)(const RotaryCall&, int64_t token);

@@ -147,6 +147,9 @@ class Engine:
                 # What a request holds must never stop the engine: the step's requests end, the others go on.
                 self.scheduler.fail(plan.step, f"{type(error).__name__}: {error}")
                 changes = self.scheduler.take_changes()
+            except BaseException as error:
+                self.scheduler.fail(plan.step, type(error).__name__)
+                raise
             else:
                 self._seconds["forward"] += result.forward_seconds
                 changes = self.scheduler.update(result)

@@ -11,6 +11,7 @@ from octavo.core.stats import Stats
 from octavo.engine.engine import Engine, Prompt
 from octavo.errors import EngineError, InvalidValueError
 from octavo.outputs import RequestOutput
+from octavo.plan import Capacity
 from octavo.sampling_params import SamplingParams
 from octavo.text.tokenizer import Tokenizer
 
@@ -59,6 +60,11 @@ class LLM:
             eos_token_ids=frozenset([*self.tokenizer.eos_token_ids, *([ends] if isinstance(ends, int) else ends)]),
             check_invariants=check_invariants,
         )
+
+    @property
+    def capacity(self) -> Capacity:
+        """What the engine holds, and the longest sequence with what bounds it; its text is the line printed at start."""
+        return self.engine.capacity
 
     @property
     def engine(self) -> Engine:

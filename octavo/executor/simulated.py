@@ -141,6 +141,13 @@ class SimulatedExecutor(Executor):
     def mapping_bytes(self) -> int:
         return sum(sys.getsizeof(table) for slot in self._slots.values() for table in slot.group_tables)
 
+    def close(self) -> None:
+        """Forget everything."""
+        self._slots.clear()
+        self._holders.clear()
+        self._contents.clear()
+        self._flights.clear()
+
     def _hashed_token(self, assignment: Assignment, tokens: list[int]) -> int:
         return hashed_token(assignment.seed, assignment.choice, len(tokens) - assignment.prompt_length, self.capacity.vocab_size)
 
@@ -245,27 +252,24 @@ class SimulatedExecutor(Executor):
         slot.lost = slot.lost or self.row_error(row, slot.assignment)
         if slot.lost:
             return RowResult(slot=row.slot, error=slot.lost)
+        end = slot.computed = row.start + row.count
+        accepted: list[int] = []
+        if row.num_logits and end >= len(slot.history):
+            for draft in [*row.draft_ids, None]:
+                token_id = self.next_token(slot.assignment, slot.history)
+                slot.unreported.add(len(slot.history))
+                slot.history.append(token_id)
+                accepted.append(token_id)
+                if token_id != draft:
+                    break
+            slot.computed = len(slot.history) - 1
         if self.verify:
             self._read_and_write(row, slot)
-        slot.computed = row.start + row.count
-        if row.num_logits == 0 or row.start + row.count < len(slot.history):
-            return RowResult(slot=row.slot)
-        accepted: list[int] = []
-        for draft in [*row.draft_ids, None]:
-            token_id = self.next_token(slot.assignment, slot.history)
-            slot.unreported.add(len(slot.history))
-            slot.history.append(token_id)
-            accepted.append(token_id)
-            if token_id != draft:
-                break
-        slot.computed = len(slot.history) - 1
         return RowResult(slot=row.slot, token_ids=accepted)
 
     def _read_and_write(self, row: Row, slot: _Slot) -> None:
         """Every block read must hold this sequence's tokens, whoever computed them; then the row's own are stored."""
-        block_size, end = self.capacity.block_size, row.start + row.count
-        if row.draft_ids:
-            return
+        block_size, end = self.capacity.block_size, slot.computed
         slot.mark(end)
         for group, table in enumerate(slot.group_tables):
             for place in range(-(-end // block_size)):

@@ -11,6 +11,7 @@ WORDS = ["Four", " score", "\nand", " séven"]
 
 
 class FakeLLM:
+    capacity = "no memory at all"
     made: ClassVar[list["FakeLLM"]] = []
 
     def __init__(self, model, config, on_tensor):

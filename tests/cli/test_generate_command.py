@@ -145,3 +145,8 @@ class TestFailures:
         assert result.exit_code == 130
         assert "Traceback" not in result.output
         assert (llm().ended, llm().closed) == (["interrupt"], True)
+
+
+def test_what_was_loaded_is_said_first(octavo, model):
+    result = octavo("generate", "--model", model, "Hi", opening=True)
+    assert result.stderr.startswith(f"{model}: no memory at all\n")

@@ -92,7 +92,7 @@ def test_stale_block_is_not_read():
     executor.execute(plan(1, first_row(0, (0, 1))))
     executor.execute(plan(2, first_row(1, (1, 0), assign=assignment([9] * 5)), released=[0]))
     with pytest.raises(ContractError, match="another sequence's tokens"):
-        executor.execute(plan(3, first_row(0, (2, 3)), row(1, blocks=[3, 4])))
+        executor.execute(plan(3, row(1, blocks=[3, 0])))
 
 
 def test_cached_and_copied_blocks_are_read_where_they_hold_the_same_tokens():

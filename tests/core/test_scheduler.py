@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from core_driver import Driver, expected
 
+from octavo.bench.core import measure
 from octavo.core.request import Request, Status
 from octavo.core.scheduler import Scheduler
 from octavo.errors import EngineError, InvalidValueError, InvariantError
@@ -118,6 +119,18 @@ def test_short_late_request_does_not_overtake_one_that_must_wait_for_blocks():
         assert small.status is Status.WAITING
         driver.step()
     driver.run()
+
+
+def test_no_one_is_admitted_on_blocks_that_running_sequences_will_soon_need():
+    driver = Driver(num_blocks=10, prefill_chunk_size=None)
+    for name in "abc":
+        driver.add(name, [1] * 8, 3)
+    driver.step()
+    assert driver.scheduler.kv.pool.num_free == 4
+    late = driver.add("late", [2] * 10, 3)
+    driver.run()
+    assert driver.scheduler.stats().preemptions == 0
+    assert late.output_token_ids == expected(late)
 
 
 def test_batch_size_bounds_the_running():
@@ -593,6 +606,24 @@ def test_late_result_of_a_preempted_sequence_is_dropped():
     assert [sequence.output_token_ids for sequence in sequences] == [expected(sequence) for sequence in sequences]
 
 
+def test_failing_plan_spares_a_sequence_that_was_preempted_meanwhile():
+    def preempted_in_flight(failing_step):
+        driver = Driver(num_blocks=15, in_flight=2, step_error=lambda plan: ValueError("broken") if plan.step == failing_step else None)
+        *_, last = (driver.add(name, [1] * 8, 30) for name in "abc")
+        while last.status is not Status.PREEMPTED:
+            if driver.launch() is None:
+                driver.land()
+        return driver, last
+
+    driver, _ = preempted_in_flight(None)
+    flying = driver.plans[0]
+    assert len(flying.rows) == 3
+    driver, last = preempted_in_flight(flying.step)
+    driver.run()
+    assert [sequence.finish_reason for sequence in driver.reported] == ["error", "error", "length"]
+    assert last.output_token_ids == expected(last)
+
+
 # The plan as data
 
 
@@ -722,3 +753,9 @@ def test_default_token_is_a_function_of_seed_choice_and_position():
     first, second, third = outputs[0]
     assert outputs[0] == outputs[1]
     assert first == second != third
+
+
+def test_time_of_a_step_does_not_grow_with_the_queue():
+    # A scan of the queue would make the long one some hundred times as dear.
+    short, long = (min(measure(queued, 100).per_step for _ in range(2)) for queued in (10, 10_000))
+    assert long < 4 * short

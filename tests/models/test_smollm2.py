@@ -130,7 +130,7 @@ def test_preemption_dozens_of_times_changes_nothing(dtype: str, smollm2_gguf: Pa
 def test_in_bfloat16_a_row_never_depends_on_its_neighbours(smollm2_gguf: Path, token_ids: list[list[int]]) -> None:
     params = [SamplingParams(temperature=0.9 * (i % 2), seed=7, max_tokens=24, ignore_eos=True) for i in range(len(token_ids))]
     with LLM(smollm2_gguf, max_model_len=1024, prealloc_blocks=0, check_invariants=True) as llm:
-        assert llm.engine.capacity.dtype == "bfloat16"
+        assert llm.capacity.dtype == "bfloat16"
         together = answers(llm.generate(token_ids, params))
         for place in range(0, 16, 3):
             assert answers(llm.generate([token_ids[place]], params[place])) == [together[place]]
