@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import ConfigError, UnsupportedError, shown
 
 Auto = Literal["auto"]
 
@@ -27,13 +27,13 @@ class Kind:
     parse: Callable[[Any], Any]
 
 
-def whole(low: int, high: int = 2**40) -> Kind:
+def whole(low: int, high: int = 2**31 - 1) -> Kind:
     def parse(raw: Any) -> int:
         if isinstance(raw, bool) or not isinstance(raw, int) or not low <= raw <= high:
             raise ValueError
         return raw
 
-    return Kind(f"a whole number from {low}" + (f" to {high}" if high < 2**40 else ""), parse)
+    return Kind(f"a whole number from {low} to {high}", parse)
 
 
 def power_of_two(high: int) -> Kind:
@@ -46,13 +46,13 @@ def power_of_two(high: int) -> Kind:
     return Kind(f"a power of two from 1 to {high}", parse)
 
 
-def number(above: float) -> Kind:
+def number(above: float, high: float) -> Kind:
     def parse(raw: Any) -> float:
-        if isinstance(raw, bool) or not isinstance(raw, (int, float)) or not above < raw < float("inf"):
+        if isinstance(raw, bool) or not isinstance(raw, (int, float)) or not above < raw <= high:
             raise ValueError
         return raw
 
-    return Kind(f"a number above {above:g}", parse)
+    return Kind(f"a number above {above:g} to {high:g}", parse)
 
 
 def choice(*values: str) -> Kind:
@@ -77,12 +77,12 @@ def size() -> Kind:
     """Bytes, or a text such as 512MB or 2GiB."""
 
     def parse(raw: Any) -> int:
-        if isinstance(raw, str) and (match := re.fullmatch(r"([0-9.]+)\s*([kmgt]?i?)b?", raw.strip().lower())):
+        if isinstance(raw, str) and (match := re.fullmatch(r"([0-9.]+)\s*((?:[kmgt]i?)?)b?", raw.strip().lower())):
             raw = int(float(match[1]) * BYTES_PER_UNIT[match[2]])
-        value: int = whole(0).parse(raw)
+        value: int = whole(0, 2**60).parse(raw)
         return value
 
-    return Kind("bytes, or a size such as 512MiB or 2GiB", parse)
+    return Kind("bytes up to 2^60, or a size such as 512MiB or 2GiB", parse)
 
 
 def or_word(word: str | None, kind: Kind) -> Kind:
@@ -96,8 +96,8 @@ def or_word(word: str | None, kind: Kind) -> Kind:
     return Kind(f"{'null' if word is None else word}, or {kind.allowed}", parse)
 
 
-def setting(default: Any, kind: Kind, about: str, not_yet: tuple[Any, ...] = ()) -> Any:
-    """Declare a setting; `not_yet` are values that are well formed and that this version refuses."""
+def setting(default: Any, kind: Kind, about: str, not_yet: Callable[[Any], bool] = lambda value: False) -> Any:
+    """Declare a setting; `not_yet` tells which well-formed values this version refuses."""
     return field(default=default, metadata={"kind": kind, "help": about, "not_yet": not_yet})
 
 
@@ -110,9 +110,11 @@ class MemoryConfig:
     max_blocks_per_seq: int | Auto = setting("auto", or_word("auto", whole(1)), "longest block table; auto is the model's context")
     kv_cache_memory: int | Auto = setting("auto", or_word("auto", size()), "KV memory at most; auto is half of what is free after loading")
     max_blocks: int | None = setting(None, or_word(None, whole(1)), "the same ceiling in blocks")
-    kv_cache_dtype: str = setting("auto", choice("auto", "float32", "bfloat16", "int8"), "precision of cached keys and values", ("int8",))
-    prefix_caching: bool = setting(False, boolean(), "share the blocks of equal prefixes", (True,))
-    swap_space: int = setting(0, size(), "memory for swapped-out sequences")
+    kv_cache_dtype: str = setting(
+        "auto", choice("auto", "float32", "bfloat16", "int8"), "precision of cached keys and values", lambda value: value == "int8"
+    )
+    prefix_caching: bool = setting(False, boolean(), "share the blocks of equal prefixes", lambda value: value)
+    swap_space: int = setting(0, size(), "memory for swapped-out sequences", lambda value: value > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +123,8 @@ class SchedulerConfig:
 
     max_batch_size: int = setting(32, whole(1, 65536), "sequences in one step at most")
     prefill_chunk_size: int | None = setting(256, or_word(None, whole(1)), "prefill tokens in one step at most; null is no limit")
-    timeout_ms: float | None = setting(None, or_word(None, number(0)), "deadline of a whole request in milliseconds")
-    policy: str = setting("fcfs", choice("fcfs", "priority"), "who is admitted first", ("priority",))
+    timeout_ms: float | None = setting(None, or_word(None, number(0, 1e12)), "deadline of a whole request in milliseconds")
+    policy: str = setting("fcfs", choice("fcfs", "priority"), "who is admitted first", lambda value: value == "priority")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +132,9 @@ class ModelConfig:
     """How the model is loaded and run."""
 
     dtype: str = setting("auto", choice("auto", "float32", "bfloat16"), "arithmetic; auto is bfloat16, float32 for a float32 checkpoint")
-    quantization: str = setting("auto", choice("auto", "none", "int8", "int4"), "weight format in memory", ("int8", "int4"))
+    quantization: str = setting(
+        "auto", choice("auto", "none", "int8", "int4"), "weight format in memory", lambda value: value.startswith("int")
+    )
     max_model_len: int | None = setting(None, or_word(None, whole(1)), "longest sequence in tokens; null is the model's context")
     device: str = setting("auto", choice("auto", "cpu", "cuda"), "where the model runs; auto is the CPU")
     threads: int | Auto = setting("auto", or_word("auto", whole(1, 4096)), "compute threads; auto respects CPU quotas")
@@ -151,13 +155,15 @@ class EngineConfig:
 
         Raises ConfigError naming the key, its value and what is allowed; UnsupportedError for values not offered yet.
         """
-        sections = _read(file) if isinstance(file, (str, Path)) else dict(file or {})
+        sections = _read(file) if isinstance(file, (str, Path)) else file or {}
+        if not isinstance(sections, Mapping):
+            raise ConfigError(f"config: {shown(file)}; allowed: a YAML file, or its sections {', '.join(SECTIONS)}")
         values: dict[str, dict[str, Any]] = {}
         for name, content in sections.items():
             if name not in SECTIONS:
                 raise ConfigError(f"{name}: no such section; allowed: {', '.join(SECTIONS)}")
             if content is not None and not isinstance(content, Mapping):
-                raise ConfigError(f"{name}: {content!r}; allowed: a section of `key: value` lines")
+                raise ConfigError(f"{name}: {shown(content)}; allowed: a section of `key: value` lines")
             for key, raw in (content or {}).items():
                 if SECTION_OF.get(key) != name:
                     raise ConfigError(f"{name}.{key}: no such setting; allowed: {', '.join(f.name for f in fields(SECTIONS[name]))}")
@@ -168,8 +174,6 @@ class EngineConfig:
             values.setdefault(SECTION_OF[key], {})[key] = _parse(key, key, raw)
         config = cls(**{name: section(**values.get(name, {})) for name, section in SECTIONS.items()})
         memory = config.memory
-        if memory.swap_space:
-            raise UnsupportedError(f"swap_space: {memory.swap_space} is not available in this version of Octavo; leave it out")
         if memory.max_blocks is not None and memory.kv_cache_memory != "auto":
             raise ConfigError(
                 f"max_blocks: {memory.max_blocks} and kv_cache_memory: {memory.kv_cache_memory} both set the pool's ceiling; give one"
@@ -196,19 +200,19 @@ def parse_flag(key: str, text: str) -> Any:
 
     try:
         raw = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         raw = text
     return _parse(f"--{key.replace('_', '-')}", key, raw)
 
 
-def _parse(shown: str, key: str, raw: Any) -> Any:
+def _parse(place: str, key: str, raw: Any) -> Any:
     metadata = SECTIONS[SECTION_OF[key]].__dataclass_fields__[key].metadata  # type: ignore[attr-defined]
     try:
         value = metadata["kind"].parse(raw)
     except (ValueError, TypeError, OverflowError):
-        raise ConfigError(f"{shown}: {raw!r}; allowed: {metadata['kind'].allowed}") from None
-    if any(value is refused or (isinstance(value, str) and value == refused) for refused in metadata["not_yet"]):
-        raise UnsupportedError(f"{shown}: {raw!r} is not available in this version of Octavo")
+        raise ConfigError(f"{place}: {shown(raw)}; allowed: {metadata['kind'].allowed}") from None
+    if metadata["not_yet"](value):
+        raise UnsupportedError(f"{place}: {shown(raw)} is not available in this version of Octavo")
     return value
 
 
@@ -219,10 +223,8 @@ def _read(path: str | Path) -> dict[str, Any]:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: the configuration file cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: not a YAML file ({' '.join(str(error).split())})") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
+    if not isinstance(content, dict | None):
         raise ConfigError(f"{path}: allowed: the sections {', '.join(SECTIONS)}")
-    return content
+    return content or {}

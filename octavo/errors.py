@@ -41,3 +41,12 @@ class EngineError(OctavoError, RuntimeError):
 
 class InvariantError(EngineError):
     """An integrity check found the engine's books in disorder: a fault of Octavo's."""
+
+
+def shown(value: object) -> str:
+    """A caller's value as an error message shows it: short, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # a number of more digits than Python prints, or an object that cannot describe itself
+        text = f"a {type(value).__name__} that cannot be printed"
+    return text if len(text) <= 200 else f"{text[:200]}..."

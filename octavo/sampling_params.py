@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.errors import InvalidValueError, UnsupportedError
+from octavo.errors import InvalidValueError, UnsupportedError, shown
 
 # Fields that vLLM has and Octavo does not offer yet: accepted at the value that asks for nothing, refused by name otherwise.
 NOT_YET = [
@@ -93,18 +93,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if isinstance(self.stop_token_ids, list):
             msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
         if not isinstance(self.stop_token_ids, tuple):
-            raise InvalidValueError(f"stop_token_ids: {self.stop_token_ids!r}; allowed: a list of token ids")
+            raise InvalidValueError(f"stop_token_ids: {shown(self.stop_token_ids)}; allowed: a list of token ids")
         for token_id in self.stop_token_ids:
             _integer("stop_token_ids", token_id, 0, 2**31 - 1)
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidValueError(f"{name}: {getattr(self, name)!r}; allowed: true or false")
+                raise InvalidValueError(f"{name}: {shown(getattr(self, name))}; allowed: true or false")
         if self.timeout_ms is not None:
             _number("timeout_ms", self.timeout_ms, 0.0, 1e12, above=True)
         for name in NOT_YET:
-            value = getattr(self, name)
-            if value not in (_DEFAULTS[name], None, [], {}):
-                raise UnsupportedError(f"{name}: {value!r} is not available in this version of Octavo; leave it out")
+            value, default = getattr(self, name), _DEFAULTS[name]
+            if type(value) is not type(default) or value != default:
+                raise UnsupportedError(f"{name}: {shown(value)} is not available in this version of Octavo; leave it out")
 
     @property
     def greedy(self) -> bool:
@@ -124,12 +124,13 @@ _DEFAULTS = dict(zip(SamplingParams.__struct_fields__, SamplingParams.__struct_d
 
 
 def _number(name: str, value: object, low: float, high: float, above: bool = False) -> None:
-    legal = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not legal or not (low < value if above else low <= value) or value > high:  # type: ignore[operator]
+    # Comparing first keeps whole numbers beyond every float out of isfinite.
+    legal = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high and math.isfinite(value)
+    if not legal or (above and value == low):
         bounds = f"above {low:g}" if above else f"from {low:g}"
-        raise InvalidValueError(f"{name}: {value!r}; allowed: a number {bounds} to {high:g}")
+        raise InvalidValueError(f"{name}: {shown(value)}; allowed: a number {bounds} to {high:g}")
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidValueError(f"{name}: {value!r}; allowed: a whole number from {low} to {high}")
+        raise InvalidValueError(f"{name}: {shown(value)}; allowed: a whole number from {low} to {high}")

@@ -9,7 +9,7 @@ from hypothesis import settings as fuzz
 from hypothesis import strategies as st
 
 from octavo.config import EngineConfig, parse_flag, settings
-from octavo.errors import ConfigError, OctavoError, UnsupportedError
+from octavo.errors import ConfigError, OctavoError, UnsupportedError, shown
 
 NAMES = [f.name for _, f in settings()]
 SECTION = {f.name: name for name, f in settings()}
@@ -121,13 +121,13 @@ def test_good_value_is_taken_from_file_and_keyword_alike(name, value):
 
 @pytest.mark.parametrize(("name", "value"), pairs(BAD))
 def test_bad_value_is_refused_with_name_value_and_range(name, value):
-    for refused, shown in (
+    for refused, place in (
         (lambda: EngineConfig.create(**{name: value}), name),
         (lambda: EngineConfig.create({SECTION[name]: {name: value}}), f"{SECTION[name]}.{name}"),
     ):
         with pytest.raises(ConfigError) as caught:
             refused()
-        assert str(caught.value).startswith(f"{shown}: {value!r}; allowed: ")
+        assert str(caught.value).startswith(f"{place}: {shown(value)}; allowed: ")
         assert "\n" not in str(caught.value)
 
 

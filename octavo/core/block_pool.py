@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 
 from octavo.errors import InvariantError
 
@@ -55,12 +56,11 @@ class BlockPool:
     def give_back(self, block_ids: list[int]) -> None:
         """Drop one name of each block; at none it is free. Raises InvariantError, changing nothing, where names run short."""
         counts = self._counts
-        for place, block_id in enumerate(block_ids):
-            counts[block_id] -= 1
-            if counts[block_id] < 0:
-                for undone in block_ids[: place + 1]:
-                    counts[undone] += 1
+        for block_id, names in Counter(block_ids).items():
+            if not 0 <= block_id < self.total or counts[block_id] < names:
                 raise InvariantError(f"block {block_id} was given back more often than it was taken")
+        for block_id in block_ids:
+            counts[block_id] -= 1
         # Deepest first, so that a sequence's first blocks come out on top. A block may stand here twice and reach none once.
         freed = [block_id for block_id in reversed(block_ids) if counts[block_id] == 0]
         self._free.extend(freed if len(set(freed)) == len(freed) else dict.fromkeys(freed))

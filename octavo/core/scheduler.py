@@ -155,8 +155,11 @@ class Scheduler:
             sequence = flight.sequence
             if sequence.residency != flight.residency:
                 continue  # preempted or ended meanwhile
-            if row.error is not None:
-                self._end(sequence, "error", row.error)
+            if row.slot != sequence.slot:
+                raise EngineError(f"step {result.step} planned slot {sequence.slot} and reports slot {row.slot}")
+            error = row.error or ("the worker sampled nothing" if flight.samples and not row.token_ids else None)
+            if error is not None:
+                self._end(sequence, "error", error)
                 self._changes.append(Change(sequence, []))
                 continue
             sequence.num_computed = flight.end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from octavo.config import EngineConfig
 from octavo.core.request import Request
 from octavo.core.scheduler import Change, Scheduler
 from octavo.core.stats import Stats
-from octavo.errors import InvalidValueError, PromptTooLongError
+from octavo.errors import InvalidValueError, PromptTooLongError, shown
 from octavo.executor.base import Executor
 from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.sampling_params import SamplingParams
@@ -78,18 +79,18 @@ class Engine:
         else:
             ids = prompt  # type: ignore[assignment]
         if not isinstance(ids, list):
-            raise InvalidValueError(f"prompt: {prompt!r}; allowed: a text, a list of token ids, or {{'prompt_token_ids': [...]}}")
+            raise InvalidValueError(f"prompt: {shown(prompt)}; allowed: a text, a list of token ids, or {{'prompt_token_ids': [...]}}")
         if not ids:
             raise InvalidValueError("prompt: it is empty; at least one token is needed")
         for token_id in ids:
             if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < self.capacity.vocab_size:
-                raise InvalidValueError(f"prompt: token id {token_id!r}; allowed: 0 to {self.capacity.vocab_size - 1}")
+                raise InvalidValueError(f"prompt: token id {shown(token_id)}; allowed: 0 to {self.capacity.vocab_size - 1}")
         if len(ids) >= self.capacity.longest:
             raise PromptTooLongError(
                 f"prompt: {len(ids)} tokens, and one at least to generate; "
                 f"a sequence may have {self.capacity.longest} ({self.capacity.bound_by})"
             )
-        return text, ids
+        return text, list(ids)
 
     def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> str:
         """Queue a request; returns its id. Raises InvalidValueError, queueing nothing, for what can never run."""
@@ -102,7 +103,7 @@ class Engine:
             if token_id >= self.capacity.vocab_size:
                 raise InvalidValueError(f"stop_token_ids: {token_id}; allowed: 0 to {self.capacity.vocab_size - 1}")
         now = self._clock()
-        number = next(self._numbers)
+        number = next(number for number in self._numbers if request_id is not None or f"request-{number}" not in self._live)
         timeout_ms = params.timeout_ms if params.timeout_ms is not None else self.config.scheduler.timeout_ms
         room = self.capacity.longest - len(ids)
         request = Request(
@@ -113,8 +114,7 @@ class Engine:
             max_length=len(ids) + (room if params.max_tokens is None else min(room, params.max_tokens)),
             deadline=None if timeout_ms is None else now + timeout_ms / 1000,
             eos_token_ids=self._eos_token_ids,
-            # The engine's seed and the request's number make a run repeatable as a whole.
-            seed=params.seed if params.seed is not None else (self.config.model.seed << 32) + number,
+            seed=params.seed if params.seed is not None else _seed(self.config.model.seed, number),
         )
         self.scheduler.add(request)
         outputs = [CompletionOutput(sequence.choice, "", []) for sequence in request.sequences]
@@ -166,7 +166,7 @@ class Engine:
     def _apply(self, change: Change) -> RequestOutput | None:
         sequence = change.sequence
         live = self._live.get(sequence.request.request_id)
-        if live is None:
+        if live is None or live.request is not sequence.request:  # its caller has gone, and may have used the id again
             return None
         output, now = live.output, self._clock()
         completion = output.outputs[sequence.choice]
@@ -190,3 +190,9 @@ class Engine:
             output.metrics.finished = now
             del self._live[output.request_id]
         return output
+
+
+def _seed(engine_seed: int, number: int) -> int:
+    """A request's own seed, of 63 bits: the engine's seed and the request's number make a run repeatable as a whole."""
+    digest = hashlib.blake2b(f"{engine_seed}/{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -9,7 +9,7 @@ from typing import Any
 from octavo.config import EngineConfig
 from octavo.core.stats import Stats
 from octavo.engine.engine import Engine, Prompt
-from octavo.errors import EngineError, InvalidValueError
+from octavo.errors import EngineError, InvalidValueError, shown
 from octavo.outputs import RequestOutput
 from octavo.plan import Capacity
 from octavo.sampling_params import SamplingParams
@@ -173,7 +173,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, dict)):
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
-        raise InvalidValueError(f"prompts: {prompts!r}; allowed: a text, a list of token ids, or a list of prompts")
+        raise InvalidValueError(f"prompts: {shown(prompts)}; allowed: a text, a list of token ids, or a list of prompts")
     if prompts and all(isinstance(item, int) for item in prompts):
         return [list(prompts)]
     return list(prompts)

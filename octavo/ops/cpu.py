@@ -18,6 +18,7 @@ from octavo.ops.reference import ReferenceOps
 
 ISA_VARIABLE = "OCTAVO_CPU_ISA"
 
+# The native dtypes.
 _IS_BFLOAT16 = {torch.float32: False, torch.bfloat16: True}
 
 
@@ -42,8 +43,8 @@ class CpuOps(ReferenceOps):
         return self._native.name
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        wide = _IS_BFLOAT16.get(x.dtype)
-        if wide is None or weight.dtype != x.dtype or (residual is not None and residual.dtype != x.dtype):
+        is_bfloat16 = _IS_BFLOAT16.get(x.dtype)
+        if is_bfloat16 is None or weight.dtype != x.dtype or (residual is not None and residual.dtype != x.dtype):
             return super().rms_norm(x, weight, eps, residual)
         x = _by_token(x)
         tokens, size = x.shape[0], x.shape[-1]
@@ -55,38 +56,48 @@ class CpuOps(ReferenceOps):
             residual_address = residual.data_ptr()
         weight = weight.contiguous()
         self._native.rms_norm(
-            x.data_ptr(), x.stride(0), residual_address, weight.data_ptr(), out.data_ptr(), total.data_ptr(), wide, tokens, heads, size, eps
+            x.data_ptr(),
+            x.stride(0),
+            residual_address,
+            weight.data_ptr(),
+            out.data_ptr(),
+            total.data_ptr(),
+            is_bfloat16,
+            tokens,
+            heads,
+            size,
+            eps,
         )
         return out, total
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        wide = _IS_BFLOAT16.get(x.dtype)
-        if wide is None:
+        is_bfloat16 = _IS_BFLOAT16.get(x.dtype)
+        if is_bfloat16 is None:
             return super().rotary(x, cos, sin)
         x, cos, sin = _by_token(x), cos.contiguous(), sin.contiguous()
         tokens, heads, dim = x.shape
         out = torch.empty(x.shape, dtype=x.dtype)
         self._native.rotary(
-            x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), wide, tokens, heads, dim, cos.shape[1]
+            x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), is_bfloat16, tokens, heads, dim, cos.shape[1]
         )
         return out
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        wide = _IS_BFLOAT16.get(gate_up.dtype)
-        if wide is None:
+        is_bfloat16 = _IS_BFLOAT16.get(gate_up.dtype)
+        if is_bfloat16 is None:
             return super().silu_and_mul(gate_up)
         gate_up = _by_token(gate_up)
         tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(tokens, size, dtype=gate_up.dtype)
-        self._native.silu_and_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), wide, tokens, size)
+        self._native.silu_and_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), is_bfloat16, tokens, size)
         return out
 
     def paged_attention(
         self, query: Tensor, key: Tensor, value: Tensor, kv: LayerKV, batch: AttentionBatch, scale: float, window: int | None
     ) -> Tensor:
         region = kv.region
-        wide, region_wide = _IS_BFLOAT16.get(query.dtype), _IS_BFLOAT16.get(region.dtype)
-        if wide is None or region_wide is None:
+        is_bfloat16, region_is_bfloat16 = _IS_BFLOAT16.get(query.dtype), _IS_BFLOAT16.get(region.dtype)
+        if is_bfloat16 is None or region_is_bfloat16 is None:
             return super().paged_attention(query, key, value, kv, batch, scale, window)
         name = ("native", window, query.shape[1])
         plan = batch.prepared.get(name)
@@ -103,9 +114,9 @@ class CpuOps(ReferenceOps):
             value.data_ptr(),
             value.stride(0),
             out.data_ptr(),
-            wide,
+            is_bfloat16,
             region.data_ptr(),
-            region_wide,
+            region_is_bfloat16,
             kv.layer,
             scale,
         )

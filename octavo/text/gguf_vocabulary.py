@@ -14,7 +14,7 @@ from octavo.text.sentencepiece import SentencePiece
 from octavo.text.vocabulary import Vocabulary
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-_END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
+_END_OF_TURN = ("<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 
 
 def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:

@@ -124,7 +124,7 @@ def test_short_late_request_does_not_overtake_one_that_must_wait_for_blocks():
 def test_no_one_is_admitted_on_blocks_that_running_sequences_will_soon_need():
     driver = Driver(num_blocks=10, prefill_chunk_size=None)
     for name in "abc":
-        driver.add(name, [1] * 8, 3)
+        driver.add(name, [1] * 7, 4)
     driver.step()
     assert driver.scheduler.kv.pool.num_free == 4
     late = driver.add("late", [2] * 10, 3)

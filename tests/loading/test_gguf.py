@@ -421,4 +421,4 @@ def test_smollm2(smollm2_gguf: Path) -> None:
     print(f"opened in {opened - start:.3f} s, read in {time.perf_counter() - opened:.3f} s")
     assert len(checkpoint.names()) == 272
     assert checkpoint.config["vocab_size"] == 49152
-    assert checkpoint.generation_config == {"bos_token_id": 1, "eos_token_id": [2]}
+    assert checkpoint.generation_config == {"bos_token_id": 1, "eos_token_id": [2, 0]}

@@ -61,7 +61,7 @@ def test_smollm2_ids_are_llama_cpps(golden: Golden, smollm2_gguf: Path) -> None:
     assert_golden(tokenizer, recorded["texts"], recorded["results"][0])
     for text in recorded["texts"]:
         assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
-    assert (tokenizer.vocab_size, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.eos_token_ids) == (49152, 1, 2, (2,))
+    assert (tokenizer.vocab_size, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.eos_token_ids) == (49152, 1, 2, (2, 0))
     chat = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.encode_chat([{"role": "user", "content": "Hi"}])[-9:] == tokenizer.encode(chat)[-9:]
 
@@ -110,7 +110,7 @@ def test_special_tokens_in_text_and_out_of_it(bpe_tokenizer: Tokenizer) -> None:
     assert bpe_tokenizer.special_ids == {0, 1, 2, 3}
     assert bpe_tokenizer.decode(ids) == "ab<|user|>c"
     assert bpe_tokenizer.decode(ids, skip_special_tokens=False) == "a<|im_start|>b<|user|>c"
-    assert bpe_tokenizer.eos_token_ids == (2,)
+    assert bpe_tokenizer.eos_token_ids == (2, 0)
 
 
 def test_ids_beyond_the_vocabulary_stand_for_nothing(bpe_tokenizer: Tokenizer, spm_tokenizer: Tokenizer) -> None:

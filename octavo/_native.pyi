@@ -1,0 +1,74 @@
+"""The compiled kernels of octavo/csrc. Tensors are given by address, strides in elements; the caller keeps them alive."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+def instruction_sets() -> list[str]:
+    """Names that Backend takes on this processor, fastest first."""
+
+class AttentionPlan:
+    """Who attends to what in one step, for all layers with one window (0: no window).
+
+    counts, starts, table_lengths: [rows]. tables: the rows' block tables one after another. slots: [tokens].
+    Raises IndexError where a row needs a block that its table, or the region, lacks.
+    """
+
+    def __init__(
+        self,
+        counts: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        table_lengths: NDArray[np.int64],
+        tables: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        *,
+        window: int,
+        num_blocks: int,
+        num_layers: int,
+        num_kv_heads: int,
+        block_size: int,
+        dim: int,
+        group: int,
+    ) -> None: ...
+
+class Backend:
+    """The kernels of one instruction set; see octavo.ops.interface.Ops. Raises ValueError for one that is not here."""
+
+    def __init__(self, name: str, /) -> None: ...
+    @property
+    def name(self) -> str: ...
+    def paged_attention(
+        self,
+        plan: AttentionPlan,
+        query: int,
+        query_stride: int,
+        key: int,
+        key_stride: int,
+        value: int,
+        value_stride: int,
+        out: int,
+        bfloat16: bool,
+        region: int,
+        region_bfloat16: bool,
+        layer: int,
+        scale: float,
+        /,
+    ) -> None: ...
+    def rms_norm(
+        self,
+        x: int,
+        x_stride: int,
+        residual: int,
+        weight: int,
+        out: int,
+        total: int,
+        bfloat16: bool,
+        tokens: int,
+        heads: int,
+        size: int,
+        eps: float,
+        /,
+    ) -> None: ...
+    def rotary(
+        self, x: int, x_stride: int, cos: int, sin: int, out: int, bfloat16: bool, tokens: int, heads: int, dim: int, half: int, /
+    ) -> None: ...
+    def silu_and_mul(self, gate_up: int, stride: int, out: int, bfloat16: bool, tokens: int, size: int, /) -> None: ...

@@ -1,0 +1,243 @@
+"""What every backend owes: the right result, and the same bits for a token whatever is computed beside it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from octavo.ops.interface import Ops
+from octavo.ops.reference import ReferenceOps
+from tests.ops.sequences import LAYER, Memory, Sequence, Shape, blocks_for
+
+DTYPES = [torch.float32, torch.bfloat16]
+BLOCK_SIZES = [1, 4, 16, 64, 128]
+EDGES = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 300, 511, 512, 513, 600]
+
+quickly = settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    num_kv_heads = draw(st.sampled_from([1, 2, 3]))
+    dtype = draw(st.sampled_from(DTYPES))
+    return Shape(
+        num_heads=num_kv_heads * draw(st.sampled_from([1, 3, 4, 8])),
+        num_kv_heads=num_kv_heads,
+        dim=draw(st.sampled_from([32, 64, 80, 96, 128, 20])),
+        block_size=draw(st.sampled_from(BLOCK_SIZES)),
+        dtype=dtype,
+        kv_dtype=dtype,
+        window=draw(st.sampled_from([None, None, 1, 5, 64, 100, 513])),
+    )
+
+
+rows_of_a_batch = st.lists(st.tuples(st.sampled_from(EDGES), st.sampled_from([1, 1, 1, 2, 7, 33, 70])), min_size=1, max_size=4)
+
+
+def assert_near(found: Tensor, wanted: Tensor, magnitude: float = 1.0) -> None:
+    """float32 sums lose a few units in the last place; a bfloat16 result is rounded once more."""
+    relative = 2.0**-8 if found.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found.double(), wanted, rtol=relative, atol=5e-6 * magnitude)
+
+
+def same_bits(found: Tensor, wanted: Tensor) -> bool:
+    kind = torch.int32 if found.dtype == torch.float32 else torch.int16
+    return found.dtype == wanted.dtype and torch.equal(found.contiguous().view(kind), wanted.contiguous().view(kind))
+
+
+@quickly
+@given(shape=shapes(), rows=rows_of_a_batch, seed=st.integers(0, 99))
+def test_attention_is_that_of_a_dense_context(ops: Ops, shape: Shape, rows: list[tuple[int, int]], seed: int) -> None:
+    check_attention(ops, shape, rows, seed)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 256])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_attention_with_memory_of_another_dtype(ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int) -> None:
+    if type(ops) is ReferenceOps:
+        pytest.skip("the reference stores keys and values in the dtype that they come in")
+    shape = Shape(dtype=dtype, kv_dtype=kv_dtype, block_size=block_size, dim=80)
+    check_attention(ops, shape, [(100, 1), (0, 40), (511, 2)], 3)
+
+
+def check_attention(ops: Ops, shape: Shape, rows: list[tuple[int, int]], seed: int) -> None:
+    lengths = [start + count for start, count in rows]
+    memory = Memory(shape, blocks_for(shape, lengths), seed)
+    batch = []
+    for number, (start, count) in enumerate(rows):
+        sequence = Sequence(shape, start + count, 1000 * seed + number)
+        memory.fill(number, sequence, range(start))
+        batch.append((number, sequence, range(start, start + count)))
+    for found, (_, sequence, positions) in zip(memory.attend(ops, batch), batch, strict=True):
+        assert_near(found, sequence.expected(shape, positions))
+    other_layers = [layer for layer in range(memory.region.shape[1]) if layer != LAYER]
+    assert memory.region[:, other_layers].isnan().all()
+
+
+def test_attention_of_large_magnitudes_does_not_overflow(ops: Ops) -> None:
+    shape = Shape()
+    sequence = Sequence(shape, 150, 1, magnitude=300.0)
+    found = Memory(shape, 20).attend(ops, [(0, sequence, range(150))])[0]
+    assert_near(found, sequence.expected(shape, range(150)), magnitude=3e5)
+
+
+PROMISES = [
+    Shape(),
+    Shape(num_heads=9, num_kv_heads=3, dtype=torch.bfloat16, kv_dtype=torch.bfloat16),
+    Shape(num_heads=8, num_kv_heads=1, dim=80, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, window=100),
+    Shape(num_heads=2, num_kv_heads=2, dim=20, window=37),
+    Shape(num_heads=4, num_kv_heads=1, dim=128, block_size=128, dtype=torch.bfloat16, kv_dtype=torch.bfloat16),
+]
+LENGTH, TAIL = 545, 480
+
+
+def whole(ops: Ops, shape: Shape, sequence: Sequence) -> Tensor:
+    return Memory(shape, blocks_for(shape, [LENGTH])).attend(ops, [(0, sequence, range(LENGTH))])[0]
+
+
+@pytest.mark.parametrize("shape", PROMISES, ids=range(len(PROMISES)))
+@pytest.mark.parametrize("step", [1, 2, 7, 16])
+def test_attention_has_the_same_bits_however_a_sequence_is_cut(ops: Ops, shape: Shape, step: int) -> None:
+    sequence = Sequence(shape, LENGTH, 5)
+    wanted = whole(ops, shape, sequence)
+    memory = Memory(shape, blocks_for(shape, [LENGTH]), 1)
+    memory.fill(0, sequence, range(TAIL))
+    for start, end in pairwise([*range(TAIL, LENGTH, step), LENGTH]):
+        assert same_bits(memory.attend(ops, [(0, sequence, range(start, end))])[0], wanted[start:end]), start
+
+
+@pytest.mark.parametrize("shape", PROMISES, ids=range(len(PROMISES)))
+def test_attention_has_the_same_bits_alone_and_in_a_batch(ops: Ops, shape: Shape) -> None:
+    cuts = [range(500, 501), range(470, LENGTH), range(513, 514), range(3), range(511, 513), range(60, 61)]
+    sequences = [Sequence(shape, LENGTH, number) for number in range(len(cuts))]
+    together = Memory(shape, blocks_for(shape, [LENGTH] * len(cuts)), 2)
+    for number, (sequence, positions) in enumerate(zip(sequences, cuts, strict=True)):
+        together.fill(number, sequence, range(positions.start))
+    found = together.attend(ops, [(number, sequences[number], positions) for number, positions in enumerate(cuts)])
+    for number, (sequence, positions) in enumerate(zip(sequences, cuts, strict=True)):
+        alone = Memory(shape, blocks_for(shape, [LENGTH]), 3)
+        alone.fill(0, sequence, range(positions.start))
+        assert same_bits(alone.attend(ops, [(0, sequence, positions)])[0], found[number]), number
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_has_the_same_bits_at_every_block_size(ops: Ops, dtype: torch.dtype, window: int | None) -> None:
+    shapes = [Shape(block_size=size, dtype=dtype, kv_dtype=dtype, window=window) for size in (*BLOCK_SIZES, 256)]
+    sequence = Sequence(shapes[0], LENGTH, 7)
+    results = [whole(ops, shape, sequence) for shape in shapes]
+    assert all(same_bits(result, results[0]) for result in results[1:])
+
+
+@pytest.mark.parametrize("count", [1, 60])
+def test_attention_has_the_same_bits_on_any_number_of_threads(ops: Ops, count: int) -> None:
+    shape = Shape(dtype=torch.bfloat16, kv_dtype=torch.bfloat16)
+    sequence = Sequence(shape, 1200, 8)
+    results, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            memory = Memory(shape, blocks_for(shape, [1200]))
+            memory.fill(0, sequence, range(1200 - count))
+            results.append(memory.attend(ops, [(0, sequence, range(1200 - count, 1200))])[0])
+    finally:
+        torch.set_num_threads(before)
+    assert same_bits(results[0], results[1])
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_one_rows_poison_stays_in_that_row(ops: Ops, poison: float) -> None:
+    shape = Shape()
+    sequences = [Sequence(shape, 90, number) for number in range(3)]
+    rows = [(0, sequences[0], range(90)), (1, sequences[1], range(90)), (2, sequences[2], range(90))]
+    clean = Memory(shape, 20).attend(ops, rows)
+    sequences[1].qkv[40] = poison
+    found = Memory(shape, 20).attend(ops, rows)
+    assert same_bits(found[0], clean[0])
+    assert same_bits(found[2], clean[2])
+    assert found[1][40:].isnan().all()
+    if type(ops) is not ReferenceOps:  # its chunks multiply later values by zero, which NaN survives
+        assert same_bits(found[1][:40], clean[1][:40])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [20, 64, 576])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_rms_norm(ops: Ops, dtype: torch.dtype, size: int, has_residual: bool) -> None:
+    x, residual, weight = _random(dtype, (70, size), (70, size), (size,))
+    added = residual if has_residual else None
+    found, total = ops.rms_norm(x, weight, 1e-5, added)
+    summed = x + residual if has_residual else x
+    wide = summed.double()
+    assert same_bits(total, summed)
+    assert_rounded_twice(found, wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double())
+    for row in (0, 33, 69):
+        alone = ops.rms_norm(x[row : row + 1], weight, 1e-5, None if added is None else added[row : row + 1])
+        assert same_bits(alone[0][0], found[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_of_each_head(ops: Ops, dtype: torch.dtype) -> None:
+    x, weight = _random(dtype, (9, 12, 80), (80,))
+    heads = x[:, 3:7]
+    found = ops.rms_norm(heads, weight, 1e-6)[0]
+    wide = heads.double()
+    assert_rounded_twice(found, wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "rotated"), [(64, 64), (80, 32), (20, 20)])
+def test_rotary(ops: Ops, dtype: torch.dtype, dim: int, rotated: int) -> None:
+    x = _random(dtype, (70, 8, dim))[0][:, 2:7]
+    angles = torch.rand(70, rotated // 2, generator=torch.Generator().manual_seed(0)) * 100
+    cos, sin = angles.cos(), angles.sin()
+    found = ops.rotary(x, cos, sin)
+    pair = torch.complex(x[..., : rotated // 2].double(), x[..., rotated // 2 : rotated].double())
+    turned = pair * torch.complex(cos.double(), sin.double())[:, None]
+    assert_near(found, torch.cat((turned.real, turned.imag, x[..., rotated:].double()), -1))
+    assert same_bits(ops.rotary(x[5:6], cos[5:6], sin[5:6])[0], found[5])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [20, 1536])
+def test_silu_and_mul(ops: Ops, dtype: torch.dtype, size: int) -> None:
+    gate_up = _random(dtype, (70, 2 * size))[0] * 5
+    found = ops.silu_and_mul(gate_up)
+    gate, up = gate_up.double().chunk(2, -1)
+    assert_rounded_twice(found, gate / (1 + (-gate).exp()) * up)
+    assert same_bits(ops.silu_and_mul(gate_up[5:6])[0], found[5])
+    gate_up[3, :4] = torch.tensor([1e4, -1e4, torch.nan, 0.0])
+    assert ops.silu_and_mul(gate_up)[3, :4].isfinite().tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_has_the_same_bits_alone_and_in_a_batch(ops: Ops, dtype: torch.dtype) -> None:
+    x, weight, bias = _random(dtype, (70, 576), (200, 576), (200,))
+    found = ops.linear(x, weight, bias)
+    wanted = x.double() @ weight.double().t() + bias.double()
+    digits = 2.0**-7 if dtype == torch.bfloat16 else 1e-6
+    assert (found.double() - wanted).abs().max() <= digits * wanted.abs().max()
+    for start, end in [(0, 1), (5, 7), (10, 31), (3, 70)]:
+        assert same_bits(ops.linear(x[start:end], weight, bias), found[start:end]), (start, end)
+
+
+def assert_rounded_twice(found: Tensor, wanted: Tensor) -> None:
+    """A result that is rounded to its dtype once on the way, and once at the end."""
+    relative = 2.0**-7 if found.dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(found.double(), wanted, rtol=relative, atol=1e-6)
+
+
+def _random(dtype: torch.dtype, *sizes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(len(sizes))
+    return [torch.randn(*size, generator=generator).to(dtype) for size in sizes]
