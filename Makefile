@@ -31,8 +31,8 @@ bench: install ## workload, start time, cost of the core
 
 install: $(VENV)/.installed
 
-# The stamps hold what was installed from: a change of either file installs anew.
-$(VENV)/.installed: pyproject.toml constraints.txt $(NATIVE_SOURCES)
+# The stamps hold what was installed from: a change of any of them installs anew.
+$(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard octavo/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet --editable .

@@ -168,24 +168,23 @@ private:
         }
     }
 
-    // Widen a tile, and fetch the next one's keys meanwhile.
+    // Widen a tile, and fetch the next one to the cache meanwhile: a little at a time, since a burst of fetches would stall.
     void load_tile(const Rows& tile, const Rows& next) {
         int first = int(tile.held.from - tile.start), end = int(tile.held.to - tile.start);
         const bool fetches = !next.held.empty();
-        const int row_bytes = call.dim * sizeof(T);
         for (int j = first / LANES * LANES; j < end; j += LANES) {
             transpose_rows(tile.keys + j, call.dim, scratch.keys + j);
-            for (int i = j; fetches && i < j + LANES; i++) fetch(next.keys[i], 0, row_bytes / 2);
+            for (int i = j; fetches && i < j + LANES; i++) fetch(next.keys[i]);
         }
         for (int j = first; j < end; j++) {
             widen_row(tile.values[j], call.dim, scratch.values + j * int64_t(padded));
-            if (fetches) fetch(next.keys[j], row_bytes / 2, row_bytes);
+            if (fetches) fetch(next.values[j]);
         }
     }
 
-    static void fetch(const T* row, int from, int to) {
-        const char* bytes = reinterpret_cast<const char*>(row);
-        for (int at = from / CACHE_LINE * CACHE_LINE; at < to; at += CACHE_LINE) __builtin_prefetch(bytes + at, 0, 2);
+    void fetch(const T* row) const {
+        constexpr int CACHE_LINE = 64 / sizeof(T);
+        for (int at = 0; at < call.dim; at += CACHE_LINE) __builtin_prefetch(row + at, 0, 2);
     }
 
     void attend_tile(int64_t start) {
@@ -200,8 +199,6 @@ private:
         }
         load_tile(tile, next);
         const Range held = tile.held;
-        const char* const* ahead = next.held.empty() ? nullptr : reinterpret_cast<const char* const*>(next.values);
-        const int row_bytes = call.dim * sizeof(T);
 
         // Tokens [first, end) see some of the tile, of which [whole_first, whole_end) see all of what is held.
         int first = piece.count, end = 0, whole_first = piece.count, whole_end = 0;
@@ -218,8 +215,7 @@ private:
         int group = call.group, columns = round_up(int(held.to - start)), from = int(held.from - start) / LANES * LANES;
         float* weights = scratch.weights + int64_t(first) * group * TILE;
         const float* queries = scratch.queries + int64_t(first) * group * call.dim;
-        product({queries, call.dim, scratch.keys, TILE, weights, TILE, 0, call.dim, false, ahead, 0, row_bytes / 2}, (end - first) * group,
-                from, columns);
+        product({queries, call.dim, scratch.keys, TILE, weights, TILE, 0, call.dim, false}, (end - first) * group, from, columns);
         for (int i = first; i < end; i++) {
             Range part = held.cut(visible(call, piece.position + i));
             for (int query = i * group; query < (i + 1) * group; query++)
@@ -228,20 +224,19 @@ private:
         }
         for (int i = first; i < end; i++) {
             if (i == whole_first) {
-                add_values(i, whole_end, held, start, ahead);
+                add_values(i, whole_end, held, start);
                 i = whole_end - 1;
             } else {
-                add_values(i, i + 1, held.cut(visible(call, piece.position + i)), start, nullptr);
+                add_values(i, i + 1, held.cut(visible(call, piece.position + i)), start);
             }
         }
     }
 
-    void add_values(int token, int end, Range part, int64_t start, const char* const* ahead) {
+    void add_values(int token, int end, Range part, int64_t start) {
         int64_t query = int64_t(token) * call.group;
         float* sums = scratch.span + query * state_floats + 2 * LANES;
-        const int row_bytes = call.dim * sizeof(T);
         product({scratch.weights + query * TILE, TILE, scratch.values, padded, sums, state_floats, int(part.from - start),
-                 int(part.to - start), true, ahead, row_bytes / 2 / CACHE_LINE * CACHE_LINE, row_bytes},
+                 int(part.to - start), true},
                 (end - token) * call.group, 0, padded);
     }
 };

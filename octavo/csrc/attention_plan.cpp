@@ -106,8 +106,10 @@ void AttentionPlan::run(const Kernels& kernels, const LayerPointers& layer) cons
             kernels.attend(call, pieces[mine], next < num_pieces ? &pieces[next] : nullptr, scratch, workspace);
             mine = next;
         }
+        if (num_merges > 0) {
 #pragma omp barrier
-#pragma omp for schedule(static)
+        }
+#pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < num_merges; i++) kernels.merge(call, merges[i], scratch, workspace);
     }
 }

@@ -46,16 +46,24 @@ OCTAVO_INLINE Floats load(const float* from) {
 OCTAVO_INLINE void store(float* to, Floats x) { memcpy(to, &x, sizeof x); }
 
 OCTAVO_INLINE Floats load(const Bfloat16* from) {
+#ifdef __AVX512F__
+    __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+#else
     Halves bits;
     memcpy(&bits, from, sizeof bits);
     return (Floats)(__builtin_convertvector(bits, Words) << 16);
+#endif
 }
 
-// Rounds to nearest even; any NaN becomes the quiet one.
-OCTAVO_INLINE void store(Bfloat16* to, Floats x) {
+// The upper half of the word is the bfloat16 nearest to x, even where two are; any NaN becomes the quiet one.
+OCTAVO_INLINE Words nearest_bfloat16(Floats x) {
     Words bits = (Words)x;
-    Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    Halves out = __builtin_convertvector(x == x ? rounded : Words{} + 0x7fc0, Halves);
+    return x == x ? bits + 0x7fff + ((bits >> 16) & 1) : Words{} + 0x7fc00000;
+}
+
+OCTAVO_INLINE void store(Bfloat16* to, Floats x) {
+    Halves out = __builtin_convertvector(nearest_bfloat16(x) >> 16, Halves);
     memcpy(to, &out, sizeof out);
 }
 
@@ -80,9 +88,7 @@ OCTAVO_INLINE void narrow(float x, Bfloat16& out) {
 template <class T>
 OCTAVO_INLINE Floats rounded(Floats x) {
     if constexpr (sizeof(T) == sizeof(float)) return x;
-    alignas(64) T held[LANES];
-    store(held, x);
-    return load(held);
+    return (Floats)(nearest_bfloat16(x) & 0xffff0000);
 }
 
 OCTAVO_INLINE Floats fused(Floats a, Floats b, Floats c) {

@@ -5,8 +5,6 @@
 
 namespace octavo::OCTAVO_ISA {
 
-constexpr int CACHE_LINE = 64;
-
 // The largest product that keeps its sums in registers.
 #ifdef __AVX512F__
 constexpr int MAX_ROWS = 6, MAX_WIDTH = 4;
@@ -16,8 +14,6 @@ constexpr int MAX_ROWS = 2, MAX_WIDTH = 4;
 
 // c[r, :] (+)= sum over k in [from, to) of a[r, k] b[k, :], k ascending. Each element is one chain of additions, so that its
 // value is the same whichever rows and columns are computed beside it.
-// ahead: where to fetch bytes [ahead_from, ahead_to) of row k to the cache meanwhile, a little in each round, since a burst of
-// fetches would stall; or null.
 struct Product {
     const float* a;
     int64_t a_stride;
@@ -27,8 +23,6 @@ struct Product {
     int64_t c_stride;
     int from, to;
     bool adds;
-    const char* const* ahead = nullptr;
-    int ahead_from = 0, ahead_to = 0;
 };
 
 template <int ROWS, int WIDTH>
@@ -39,10 +33,7 @@ static void small_product(const Product& p, int row, int column) {
     Floats sum[ROWS][WIDTH];
     for (int r = 0; r < ROWS; r++)
         for (int w = 0; w < WIDTH; w++) sum[r][w] = p.adds ? load(c + r * p.c_stride + w * LANES) : Floats{};
-    const bool fetches = p.ahead && row == 0 && column == 0;
     for (int k = p.from; k < p.to; k++) {
-        if (fetches && k < TILE)
-            for (int at = p.ahead_from; at < p.ahead_to; at += CACHE_LINE) __builtin_prefetch(p.ahead[k] + at, 0, 2);
         Floats right[WIDTH];
         for (int w = 0; w < WIDTH; w++) right[w] = load(b + k * p.b_stride + w * LANES);
         for (int r = 0; r < ROWS; r++) {

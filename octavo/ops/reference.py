@@ -80,8 +80,8 @@ class ReferenceOps:
         self, query: Tensor, key: Tensor, value: Tensor, kv: LayerKV, batch: AttentionBatch, scale: float, window: int | None
     ) -> Tensor:
         blocks, offsets = batch.slots // batch.block_size, batch.slots % batch.block_size
-        kv.keys[blocks, :, offsets] = key
-        kv.values[blocks, :, offsets] = value
+        kv.keys[blocks, :, offsets] = key.to(kv.region.dtype)
+        kv.values[blocks, :, offsets] = value.to(kv.region.dtype)
         key_name = ("reference", window)
         if key_name not in batch.prepared:
             batch.prepared[key_name] = _plan(batch, window, -(-MIN_QUERY_ROWS * key.shape[1] // query.shape[1]), self.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.ops.interface import Ops
 from octavo.ops.reference import ReferenceOps
-from tests.ops.sequences import LAYER, Memory, Sequence, Shape, blocks_for
+from tests.ops.sequences import HOLE, LAYER, Memory, Sequence, Shape, blocks_for
 
 DTYPES = [torch.float32, torch.bfloat16]
 BLOCK_SIZES = [1, 4, 16, 64, 128]
@@ -65,8 +65,6 @@ def test_attention_is_that_of_a_dense_context(ops: Ops, shape: Shape, rows: list
 @pytest.mark.parametrize("block_size", [1, 16, 256])
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
 def test_attention_with_memory_of_another_dtype(ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int) -> None:
-    if type(ops) is ReferenceOps:
-        pytest.skip("the reference stores keys and values in the dtype that they come in")
     shape = Shape(dtype=dtype, kv_dtype=kv_dtype, block_size=block_size, dim=80)
     check_attention(ops, shape, [(100, 1), (0, 40), (511, 2)], 3)
 
@@ -90,6 +88,18 @@ def test_attention_of_large_magnitudes_does_not_overflow(ops: Ops) -> None:
     sequence = Sequence(shape, 150, 1, magnitude=300.0)
     found = Memory(shape, 20).attend(ops, [(0, sequence, range(150))])[0]
     assert_near(found, sequence.expected(shape, range(150)), magnitude=3e5)
+
+
+def test_a_row_that_sees_a_hole_is_refused(ops: Ops) -> None:
+    if type(ops) is ReferenceOps:
+        pytest.skip("the reference reads block 0 there")
+    shape = Shape()
+    sequence = Sequence(shape, 60, 1)
+    memory = Memory(shape, 20)
+    memory.fill(0, sequence, range(59))
+    memory.tables[0][1] = HOLE
+    with pytest.raises(IndexError, match="row 0 sees positions that its block table does not hold"):
+        memory.attend(ops, [(0, sequence, range(59, 60))])
 
 
 PROMISES = [
