@@ -83,7 +83,7 @@ def test_greedy_tokens_equal_transformers(token_ids: list[list[int]], together: 
         assert len(answer) == NEW_TOKENS
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, pytest.param(16, marks=pytest.mark.slow)])
 def test_prompts_one_by_one_give_the_same(count: int, llm: LLM, token_ids: list[list[int]], together: list[list[int]]) -> None:
     assert [answers(llm.generate([prompt], greedy()))[0] for prompt in token_ids[:count]] == together[:count]
 
@@ -91,7 +91,7 @@ def test_prompts_one_by_one_give_the_same(count: int, llm: LLM, token_ids: list[
 @pytest.fixture(scope="module")
 def beginnings(llm: LLM, token_ids: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
     """The prompts' first tokens, of four lengths, and how they go on."""
-    cut = [prompt[:length] for prompt, length in zip(token_ids[2:10:2], (60, 17, 64, 33), strict=True)]
+    cut = [prompt[:length] for prompt, length in zip(token_ids[2:10:2], (40, 17, 33, 20), strict=True)]
     return cut, answers(llm.generate(cut, greedy(24)))
 
 
