@@ -114,17 +114,17 @@ def test_block_size_chunk_size_and_batch_size_change_nothing(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_preemption_dozens_of_times_changes_nothing(dtype: str, smollm2_gguf: Path, token_ids: list[list[int]]) -> None:
-    work = [prompt[start : start + 4] for start in (0, 4) for prompt in token_ids][:24]
-    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=32, ignore_eos=True) for i in range(len(work))]
+    work = [prompt[:4] for prompt in token_ids]
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(len(work))]
     found = {}
-    for name, settings in {"roomy": {}, "tight": {"block_size": 1, "max_blocks": 100, "prefill_chunk_size": 64}}.items():
+    for name, settings in {"roomy": {}, "tight": {"block_size": 1, "max_blocks": 60, "prefill_chunk_size": 64}}.items():
         with LLM(smollm2_gguf, dtype=dtype, max_model_len=64, prealloc_blocks=0, check_invariants=True, **settings) as llm:
             found[name] = answers(llm.generate(work, params))
             preemptions = llm.stats().preemptions
             assert llm.stats().blocks.used == 0
     print(f"{dtype}: {preemptions} preemptions")
     assert found["tight"] == found["roomy"]
-    assert preemptions >= 36
+    assert preemptions >= 24
 
 
 def test_in_bfloat16_a_row_never_depends_on_its_neighbours(smollm2_gguf: Path, token_ids: list[list[int]]) -> None:
