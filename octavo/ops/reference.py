@@ -231,9 +231,7 @@ def _group(batch: AttentionBatch, pieces: list[tuple[int, int, int, int]], windo
     blocks = np.zeros((len(rows), per_tile), dtype=np.int64)
     for row, (first, last) in enumerate(spans):
         table = np.asarray(batch.tables[pieces[row][3]])
-        wanted = np.arange(first * TILE // size, first * TILE // size + per_tile * lengths[row]) if size <= TILE else None
-        if wanted is None:
-            wanted = np.arange(first, last + 1) * TILE // size
+        wanted = np.arange(first * TILE, (last + 1) * TILE, min(size, TILE)) // size
         known = np.where(wanted < len(table), table[np.minimum(wanted, len(table) - 1)], 0)
         blocks[rows == row] = np.maximum(known, 0).reshape(-1, per_tile)
 
