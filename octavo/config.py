@@ -111,10 +111,13 @@ class MemoryConfig:
     kv_cache_memory: int | Auto = setting("auto", or_word("auto", size()), "KV memory at most; auto is half of what is free after loading")
     max_blocks: int | None = setting(None, or_word(None, whole(1)), "the same ceiling in blocks")
     kv_cache_dtype: str = setting(
-        "auto", choice("auto", "float32", "bfloat16", "int8"), "precision of cached keys and values", lambda value: value == "int8"
+        "auto",
+        choice("auto", "float32", "bfloat16", "int8"),
+        "precision of cached keys and values; int8 not yet",
+        lambda value: value == "int8",
     )
-    prefix_caching: bool = setting(False, boolean(), "share the blocks of equal prefixes", lambda value: value)
-    swap_space: int = setting(0, size(), "memory for swapped-out sequences", lambda value: value > 0)
+    prefix_caching: bool = setting(False, boolean(), "share the blocks of equal prefixes; not yet", lambda value: value)
+    swap_space: int = setting(0, size(), "memory for swapped-out sequences; not yet", lambda value: value > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +127,7 @@ class SchedulerConfig:
     max_batch_size: int = setting(32, whole(1, 65536), "sequences in one step at most")
     prefill_chunk_size: int | None = setting(256, or_word(None, whole(1)), "prefill tokens in one step at most; null is no limit")
     timeout_ms: float | None = setting(None, or_word(None, number(0, 1e12)), "deadline of a whole request in milliseconds")
-    policy: str = setting("fcfs", choice("fcfs", "priority"), "who is admitted first", lambda value: value == "priority")
+    policy: str = setting("fcfs", choice("fcfs", "priority"), "who is admitted first; priority not yet", lambda value: value == "priority")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +136,15 @@ class ModelConfig:
 
     dtype: str = setting("auto", choice("auto", "float32", "bfloat16"), "arithmetic; auto is bfloat16, float32 for a float32 checkpoint")
     quantization: str = setting(
-        "auto", choice("auto", "none", "int8", "int4"), "weight format in memory", lambda value: value.startswith("int")
+        "auto",
+        choice("auto", "none", "int8", "int4"),
+        "weight format in memory; int8 and int4 not yet",
+        lambda value: value.startswith("int"),
     )
     max_model_len: int | None = setting(None, or_word(None, whole(1)), "longest sequence in tokens; null is the model's context")
     device: str = setting("auto", choice("auto", "cpu", "cuda"), "where the model runs; auto is the CPU")
     threads: int | Auto = setting("auto", or_word("auto", whole(1, 4096)), "compute threads; auto respects CPU quotas")
-    seed: int = setting(0, whole(0, 2**63 - 1), "seeds the requests that bring no seed of their own")
+    seed: int = setting(0, whole(0, 2**63 - 1), "seeds the requests that bring no seed of their own, so that a run repeats")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,16 +164,19 @@ class EngineConfig:
         sections = _read(file) if isinstance(file, (str, Path)) else file or {}
         if not isinstance(sections, Mapping):
             raise ConfigError(f"config: {shown(file)}; allowed: a YAML file, or its sections {', '.join(SECTIONS)}")
+        origin = f"{file}: " if isinstance(file, (str, Path)) else ""
         values: dict[str, dict[str, Any]] = {}
         for name, content in sections.items():
             if name not in SECTIONS:
-                raise ConfigError(f"{name}: no such section; allowed: {', '.join(SECTIONS)}")
+                raise ConfigError(f"{origin}{name}: no such section; allowed: {', '.join(SECTIONS)}")
             if content is not None and not isinstance(content, Mapping):
-                raise ConfigError(f"{name}: {shown(content)}; allowed: a section of `key: value` lines")
+                raise ConfigError(f"{origin}{name}: {shown(content)}; allowed: a section of `key: value` lines")
             for key, raw in (content or {}).items():
                 if SECTION_OF.get(key) != name:
-                    raise ConfigError(f"{name}.{key}: no such setting; allowed: {', '.join(f.name for f in fields(SECTIONS[name]))}")
-                values.setdefault(name, {})[key] = _parse(f"{name}.{key}", key, raw)
+                    raise ConfigError(
+                        f"{origin}{name}.{key}: no such setting; allowed: {', '.join(f.name for f in fields(SECTIONS[name]))}"
+                    )
+                values.setdefault(name, {})[key] = _parse(f"{origin}{name}.{key}", key, raw)
         for key, raw in overrides.items():
             if key not in SECTION_OF:
                 raise ConfigError(f"{key}: no such setting; allowed: {', '.join(SECTION_OF)}")

@@ -322,3 +322,10 @@ def test_any_flag_gives_a_value_or_one_clear_sentence(name, text):
         sentence = "--"
         assert get(EngineConfig.create(**{name: value}), name) == value
     assert sentence.startswith("--")
+
+
+def test_an_error_in_a_file_names_the_file(tmp_path):
+    path = tmp_path / "octavo.yaml"
+    path.write_text("memory: {blok_size: 3}\n")
+    with pytest.raises(ConfigError, match=rf"^{path}: memory\.blok_size: no such setting"):
+        EngineConfig.create(path)

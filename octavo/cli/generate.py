@@ -7,6 +7,7 @@ import json
 import statistics
 import sys
 import time
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from octavo import LLM
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
+
+CUTS = {"length": "--max-tokens or the end of the context", "timeout": "--timeout-ms"}
 
 Message = dict[str, Any]
 Prompt = str | list[Message]
@@ -111,8 +114,12 @@ def _wrap(llm: LLM, prompt: Prompt, chat: bool, system: str | None) -> Any:
 def _stream(llm: LLM, prompt: Any, params: SamplingParams) -> RequestOutput:
     last: RequestOutput
     with closing(llm.stream(prompt, params)) as outputs:
-        for last in outputs:
-            write(last.delta)
+        try:
+            for last in outputs:
+                write(last.delta)
+        except KeyboardInterrupt:
+            write("\n")
+            raise
     write("\n")
     return last
 
@@ -138,12 +145,14 @@ def _summary(llm: LLM, outputs: list[RequestOutput], seconds: float) -> str:
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     waits = [output.metrics.first_token - output.metrics.arrival for output in outputs if output.metrics.first_token is not None]
     blocks = llm.stats().blocks
+    ends = Counter(output.outputs[0].finish_reason for output in outputs)
     return ", ".join(
         [
             *([f"{len(outputs)} prompts"] if len(outputs) > 1 else []),
             f"{tokens} tokens",
             f"{tokens / seconds:.1f} tokens/s",
             *([f"first token after {statistics.median(waits):.2f} s"] if waits else []),
-            f"KV blocks used {blocks.peak_used} of {blocks.total}",
+            f"at most {blocks.peak_used} of {blocks.total} KV blocks used",
+            *(f"{count} cut by {CUTS[reason]}" for reason, count in sorted(ends.items()) if reason in CUTS),
         ]
     )

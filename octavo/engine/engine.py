@@ -87,8 +87,8 @@ class Engine:
                 raise InvalidValueError(f"prompt: token id {shown(token_id)}; allowed: 0 to {self.capacity.vocab_size - 1}")
         if len(ids) >= self.capacity.longest:
             raise PromptTooLongError(
-                f"prompt: {len(ids)} tokens, and one at least to generate; "
-                f"a sequence may have {self.capacity.longest} ({self.capacity.bound_by})"
+                f"prompt: {len(ids)} tokens; allowed: {self.capacity.longest - 1} at most, as a sequence may have "
+                f"{self.capacity.longest} ({self.capacity.bound_by}), one of them generated"
             )
         return text, list(ids)
 

@@ -87,7 +87,7 @@ class LLM:
         many = _as_prompts(prompts)
         params = _as_params(sampling_params, len(many))
         engine = self.engine
-        encoded = [engine.encode(prompt) for prompt in many]
+        encoded = [_encode(engine, prompt, place, len(many)) for place, prompt in enumerate(many)]
         ids: list[str] = []
         done: dict[str, RequestOutput] = {}
         try:
@@ -177,6 +177,14 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if prompts and all(isinstance(item, int) for item in prompts):
         return [list(prompts)]
     return list(prompts)
+
+
+def _encode(engine: Engine, prompt: Prompt, place: int, count: int) -> tuple[str | None, list[int]]:
+    """As `Engine.encode`, the error saying which of several prompts it is about."""
+    try:
+        return engine.encode(prompt)
+    except InvalidValueError as error:
+        raise type(error)(f"prompts[{place}], {error}" if count > 1 else str(error)) from None
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

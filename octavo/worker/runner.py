@@ -27,7 +27,7 @@ class Runner:
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig, on_tensor: Callable[[int, int], None] | None = None) -> None:
         self.device = _device(config.model.device)
-        torch.set_num_threads(available_processors() if config.model.threads == "auto" else config.model.threads)
+        torch.set_num_threads(_threads(config.model.threads))
         model_config, decoder = models.find(checkpoint.config)
         dtype = _dtype(config.model.dtype, checkpoint)
         kv_dtype = dtype if config.memory.kv_cache_dtype == "auto" else DTYPES[config.memory.kv_cache_dtype]
@@ -127,6 +127,15 @@ class Runner:
             return RowResult(slot=row.slot, error="the model gave no finite logits for this request")
         slot.history.append(token_id)
         return RowResult(slot=row.slot, token_ids=[token_id])
+
+
+def _threads(wanted: int | str) -> int:
+    usable = available_processors()
+    if wanted == "auto":
+        return usable
+    if int(wanted) > usable:  # more would wait for each other at every product
+        raise ConfigError(f"threads: {wanted}; allowed: auto, or 1 to {usable}, the processors this process may use")
+    return int(wanted)
 
 
 def _device(name: str) -> torch.device:

@@ -12,7 +12,7 @@ class TestOnePrompt:
         assert result.exit_code == 0
         assert result.stdout == f"{ANSWER}\n"
         tokens, rate, first, blocks = result.stderr.rstrip("\n").split(", ")
-        assert (tokens, first, blocks) == ("4 tokens", "first token after 0.25 s", "KV blocks used 3 of 64")
+        assert (tokens, first, blocks) == ("4 tokens", "first token after 0.25 s", "at most 3 of 64 KV blocks used")
         assert rate.endswith(" tokens/s")
         assert (llm().model, llm().prompts, llm().ended, llm().closed) == (model, ["Hello"], ["Hello"], True)
 
@@ -150,3 +150,7 @@ class TestFailures:
 def test_what_was_loaded_is_said_first(octavo, model):
     result = octavo("generate", "--model", model, "Hi", opening=True)
     assert result.stderr.startswith(f"{model}: no memory at all\n")
+
+
+def test_a_cut_answer_says_so(generate):
+    assert generate("Hi", "--max-tokens", "2").stderr.endswith(", 1 cut by --max-tokens or the end of the context\n")

@@ -145,13 +145,13 @@ def test_one_bad_prompt_among_good_ones_runs_nothing(llm: LLM) -> None:
 
 
 def test_a_prompt_too_long_names_both_numbers(llm: LLM) -> None:
-    with pytest.raises(PromptTooLongError, match=r"512 tokens, .* may have 512 \(max_model_len\)"):
+    with pytest.raises(PromptTooLongError, match=r"512 tokens; allowed: 511 at most, .* may have 512 \(max_model_len\)"):
         llm.generate([[5] * 512])
 
 
 def test_a_pool_that_never_fits_the_prompt_names_both_numbers_and_one_that_does_ends_with_length(smollm2_gguf: Path) -> None:
     with LLM(smollm2_gguf, max_blocks=4, prealloc_blocks=0, check_invariants=True) as small:
-        with pytest.raises(PromptTooLongError, match=r"64 tokens, .* may have 64 \(the KV pool\)"):
+        with pytest.raises(PromptTooLongError, match=r"64 tokens; allowed: 63 at most, .* may have 64 \(the KV pool\)"):
             small.generate([[5] * 64])
         output = small.generate([[5] * 60], SamplingParams(max_tokens=100, ignore_eos=True))[0].outputs[0]
         assert (len(output.token_ids), output.finish_reason) == (4, "length")
@@ -242,3 +242,13 @@ print(max(peak, anonymous()) - before)
     weights = 134_515_008 * 2 / 2**20
     print(f"anonymous memory: {megabytes:.0f} MiB for {weights:.0f} MiB of weights, {megabytes / weights:.2f}")
     assert megabytes < 1.25 * weights
+
+
+def test_the_bad_prompt_among_several_is_named(llm: LLM) -> None:
+    with pytest.raises(PromptTooLongError, match=r"^prompts\[1\], prompt: 600 tokens"):
+        llm.generate(["good", [5] * 600])
+
+
+def test_more_threads_than_processors_are_refused(smollm2_gguf: Path) -> None:
+    with pytest.raises(ConfigError, match=r"threads: 4096; allowed: auto, or 1 to \d+, the processors"):
+        LLM(smollm2_gguf, threads=4096)
