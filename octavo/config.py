@@ -209,7 +209,7 @@ def parse_flag(key: str, text: str) -> Any:
 
     try:
         raw = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         raw = text
     return _parse(f"--{key.replace('_', '-')}", key, raw)
 
@@ -232,7 +232,7 @@ def _read(path: str | Path) -> dict[str, Any]:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: the configuration file cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not a YAML file ({' '.join(str(error).split())})") from None
     if not isinstance(content, dict | None):
         raise ConfigError(f"{path}: allowed: the sections {', '.join(SECTIONS)}")

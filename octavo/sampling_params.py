@@ -102,8 +102,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.timeout_ms is not None:
             _number("timeout_ms", self.timeout_ms, 0.0, 1e12, above=True)
         for name in NOT_YET:
-            value, default = getattr(self, name), _DEFAULTS[name]
-            if type(value) is not type(default) or value != default:
+            if not _asks_for_nothing(name, getattr(self, name)):
+                value = getattr(self, name)
                 raise UnsupportedError(f"{name}: {shown(value)} is not available in this version of Octavo; leave it out")
 
     @property
@@ -121,6 +121,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 _DEFAULTS = dict(zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True))
+
+
+def _asks_for_nothing(name: str, value: object) -> bool:
+    """Whether a field not offered yet is at its default, or, where it would be a collection, empty."""
+    default = _DEFAULTS[name]
+    if isinstance(value, (list, dict, tuple)):
+        return not value and name in ("stop", "bad_words", "logit_bias", "allowed_token_ids", "structured_outputs")
+    if name == "n" or isinstance(default, bool) or isinstance(value, bool):
+        return type(value) is type(default) and value == default
+    return value is default or (isinstance(value, (int, float)) and value == default)
 
 
 def _number(name: str, value: object, low: float, high: float, above: bool = False) -> None:

@@ -194,3 +194,8 @@ def test_any_values_give_parameters_or_one_clear_sentence(values):
         return
     assert isinstance(refusal, ValueError)
     assert str(refusal).split(":")[0] in values
+
+
+@pytest.mark.parametrize("fields", [{"presence_penalty": 0}, {"repetition_penalty": 1}, {"stop": []}, {"logit_bias": {}}], ids=str)
+def test_what_asks_for_nothing_is_accepted_however_it_is_spelled(fields):
+    SamplingParams(**fields)

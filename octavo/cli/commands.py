@@ -62,9 +62,12 @@ def octavo(
 @app.command()
 def pull(model: ModelArgument, revision: RevisionOption = None) -> None:
     """Fetch a model's weights, check them, and print where they are."""
-    from octavo.loading import hub
+    from octavo.loading import hub, open_checkpoint
 
-    print(hub.pull(model, revision))
+    path = hub.pull(model, revision)
+    if model not in hub.ALIASES:  # those are checked by their sum
+        open_checkpoint(path).close()
+    print(path)
 
 
 @app.command("list")

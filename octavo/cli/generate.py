@@ -82,7 +82,7 @@ def _read_file(file: str) -> list[Prompt]:
 def _parse_line(place: str, line: str) -> Prompt:
     try:
         content = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidValueError(f"{place}: not JSON ({error})") from None
     match content:
         case {"prompt": str(text)} if len(content) == 1:

@@ -48,8 +48,8 @@ class BlockPool:
 
     def share(self, block_ids: list[int]) -> None:
         """Name used blocks once more. Raises InvariantError, changing nothing, where one is free."""
-        if any(self._counts[block_id] == 0 for block_id in block_ids):
-            raise InvariantError(f"a free block was shared: {block_ids}")
+        if not all(0 <= block_id < self.total and self._counts[block_id] for block_id in block_ids):
+            raise InvariantError(f"a block that is free, or does not exist, was shared: {block_ids}")
         for block_id in block_ids:
             self._counts[block_id] += 1
 

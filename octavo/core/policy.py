@@ -26,7 +26,7 @@ class Policy(Protocol):
         """Who is to be admitted next; stays in the room until removed."""
 
     def victim(self, running: list[Sequence]) -> Sequence:
-        """Who of the running sequences, in order of admission, gives way."""
+        """Who gives way of these running sequences, in order of admission, never none."""
 
 
 class FirstComeFirstServed:

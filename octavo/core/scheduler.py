@@ -43,8 +43,7 @@ class _Flight:
 class Scheduler:
     """Decides what runs. Not thread-safe; time is passed in, and `clock` measures latencies only.
 
-    `running` stands in order of admission. Under first come first served it is also the order of arrival, so walking it
-    from the front while victims are taken from the back never preempts a row already planned.
+    `running` stands in order of admission; a step walks it from the front, and victims are taken from what is not planned yet.
     """
 
     def __init__(
@@ -126,8 +125,8 @@ class Scheduler:
             decoding = sequence.decoding
             count = min(sequence.num_to_schedule, 1 if decoding else budget)
             if count > 0:
-                if not self._make_room(sequence, sequence.num_scheduled + count):
-                    break  # it was the last one running, and gave way itself
+                if not self._make_room(sequence, sequence.num_scheduled + count, place):
+                    continue  # it gave way itself, and the next one stands in its place
                 budget -= 0 if decoding else count
                 self._plan_row(sequence, count, rows, flights)
             place += 1
@@ -250,10 +249,10 @@ class Scheduler:
         ahead = min(len(sequence.tokens) + self.kv.block_size, sequence.request.max_length - 1)
         return max(0, self.kv.blocks_for(ahead) - self.kv.num_held(sequence))
 
-    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate, preempting others as long as needed. False where the sequence itself had to give way."""
+    def _make_room(self, sequence: Sequence, num_tokens: int, place: int) -> bool:
+        """Allocate, preempting as long as needed, never a row already planned. False where the sequence itself gave way."""
         while not self.kv.allocate(sequence, num_tokens):
-            victim = self._waiting.victim(self.running)
+            victim = self._waiting.victim(self.running[place:])
             self._tokens["recomputed"] += victim.num_scheduled
             self._leave(victim)
             victim.preempt()

@@ -92,6 +92,12 @@ class Engine:
             )
         return text, list(ids)
 
+    def check(self, params: SamplingParams) -> None:
+        """Refuse parameters that are wrong for this model. Raises InvalidValueError."""
+        for token_id in params.stop_token_ids:
+            if token_id >= self.capacity.vocab_size:
+                raise InvalidValueError(f"stop_token_ids: {token_id}; allowed: 0 to {self.capacity.vocab_size - 1}")
+
     def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> str:
         """Queue a request; returns its id. Raises InvalidValueError, queueing nothing, for what can never run."""
         text, ids = self.encode(prompt)
@@ -99,9 +105,7 @@ class Engine:
 
     def add_encoded(self, text: str | None, ids: list[int], params: SamplingParams, request_id: str | None = None) -> str:
         """Queue a prompt that `encode` has passed."""
-        for token_id in params.stop_token_ids:
-            if token_id >= self.capacity.vocab_size:
-                raise InvalidValueError(f"stop_token_ids: {token_id}; allowed: 0 to {self.capacity.vocab_size - 1}")
+        self.check(params)
         now = self._clock()
         number = next(number for number in self._numbers if request_id is not None or f"request-{number}" not in self._live)
         timeout_ms = params.timeout_ms if params.timeout_ms is not None else self.config.scheduler.timeout_ms

@@ -9,7 +9,7 @@ from typing import Any
 from octavo.config import EngineConfig
 from octavo.core.stats import Stats
 from octavo.engine.engine import Engine, Prompt
-from octavo.errors import EngineError, InvalidValueError, shown
+from octavo.errors import CheckpointError, EngineError, InvalidValueError, shown
 from octavo.outputs import RequestOutput
 from octavo.plan import Capacity
 from octavo.sampling_params import SamplingParams
@@ -50,14 +50,18 @@ class LLM:
             metadata = getattr(checkpoint, "metadata", None)
             self.tokenizer = Tokenizer.from_gguf(metadata) if metadata is not None else Tokenizer.from_folder(checkpoint.path)
             ends = checkpoint.generation_config.get("eos_token_id") or []
+            ends = ends if isinstance(ends, list) else [ends]
+            if not all(isinstance(token_id, int) for token_id in ends):
+                raise CheckpointError(f"{checkpoint.path}: eos_token_id: {shown(ends)}; allowed: a token id, or a list of them")
             executor = InlineExecutor(checkpoint, self.config, on_tensor)
         finally:
             checkpoint.close()
+        self._unread: dict[str, tuple[RequestOutput, str]] = {}
         self._engine: Engine | None = Engine(
             self.config,
             executor,
             self.tokenizer,
-            eos_token_ids=frozenset([*self.tokenizer.eos_token_ids, *([ends] if isinstance(ends, int) else ends)]),
+            eos_token_ids=frozenset([*self.tokenizer.eos_token_ids, *ends]),
             check_invariants=check_invariants,
         )
 
@@ -88,15 +92,19 @@ class LLM:
         params = _as_params(sampling_params, len(many))
         engine = self.engine
         encoded = [_encode(engine, prompt, place, len(many)) for place, prompt in enumerate(many)]
+        for one in params:
+            engine.check(one)
         ids: list[str] = []
         done: dict[str, RequestOutput] = {}
         try:
             for (text, token_ids), one in zip(encoded, params, strict=True):
                 ids.append(engine.add_encoded(text, token_ids, one))
+            mine = set(ids)
             while len(done) < len(ids):
-                for output in engine.step():
+                for request_id in self._run(mine):
+                    output = self._take(request_id)
                     if output.finished:
-                        done[output.request_id] = output
+                        done[request_id] = output
                         if on_progress is not None:
                             on_progress(output)
         finally:
@@ -106,24 +114,39 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
         """Answer one prompt, yielding its output whenever it grows, `delta` being the text added.
 
-        The request is queued when the first output is asked for; closing the iterator aborts it. Raises InvalidValueError at once.
+        The request is queued when the first output is asked for; closing the iterator aborts it. Several streams, and `generate`
+        within one, share the batch: whoever asks drives the engine, and each reads its own. Raises InvalidValueError at once.
         """
+        (params,) = _as_params(sampling_params, 1)
+        self.engine.check(params)
         text, token_ids = self.engine.encode(prompt)
-        return self._follow(text, token_ids, sampling_params or SamplingParams())
+        return self._follow(text, token_ids, params)
 
     def _follow(self, text: str | None, token_ids: list[int], params: SamplingParams) -> Generator[RequestOutput, None, None]:
-        engine = self.engine
-        request_id = engine.add_encoded(text, token_ids, params)
+        request_id = self.engine.add_encoded(text, token_ids, params)
         finished = False
         try:
             while not finished:
-                for output in engine.step():
-                    if output.request_id == request_id:
-                        finished = output.finished
-                        yield output
+                for _ in self._run({request_id}):
+                    output = self._take(request_id)
+                    finished = output.finished
+                    yield output
         finally:
             if not finished:
                 self._drop([request_id])
+
+    def _run(self, wanted: set[str]) -> list[str]:
+        """Those of the wanted requests that have news, after a step where none had any yet."""
+        if self._unread.keys().isdisjoint(wanted):
+            for output in self.engine.step():
+                _, before = self._unread.get(output.request_id, (None, ""))
+                self._unread[output.request_id] = (output, before + output.delta)
+        return [request_id for request_id in self._unread if request_id in wanted]
+
+    def _take(self, request_id: str) -> RequestOutput:
+        """The output as it stands now, its delta being all that was added since it was last taken."""
+        output, output.delta = self._unread.pop(request_id)
+        return output
 
     def chat(
         self,
@@ -137,6 +160,8 @@ class LLM:
         if not isinstance(messages, (list, tuple)) or not messages:
             raise InvalidValueError("messages: allowed: a list of {'role': ..., 'content': ...}, or a list of such lists, not empty")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        if not all(isinstance(conversation, (list, tuple)) and conversation for conversation in conversations):
+            raise InvalidValueError("messages: a conversation is empty, or no list of messages")
         prompts: list[Prompt] = [self.tokenizer.encode_chat(conversation, **template_variables) for conversation in conversations]
         return self.generate(prompts, sampling_params, on_progress=on_progress)
 
@@ -167,6 +192,7 @@ class LLM:
         if self._engine is not None:
             for request_id in request_ids:
                 self._engine.forget(request_id)
+                self._unread.pop(request_id, None)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -192,6 +218,8 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
-    if len(params) != count or not all(isinstance(one, SamplingParams) for one in params):
+    if not isinstance(params, (list, tuple)) or not all(isinstance(one, SamplingParams) for one in params):
+        raise InvalidValueError(f"sampling_params: {shown(params)}; allowed: a SamplingParams, or a list of them")
+    if len(params) != count:
         raise InvalidValueError(f"sampling_params: {len(params)} for {count} prompts; allowed: one for all, or one each")
     return list(params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from octavo.config import EngineConfig
+from octavo.errors import EngineError
 from octavo.executor.base import Executor
 from octavo.loading.checkpoint import Checkpoint
 from octavo.plan import StepPlan, StepResult
@@ -17,7 +18,8 @@ class InlineExecutor(Executor):
         self.capacity = self._runner.capacity
 
     def execute(self, plan: StepPlan) -> StepResult:
-        assert self._runner is not None
+        if self._runner is None:
+            raise EngineError("the engine is closed")
         return self._runner.execute(plan)
 
     def mapping_bytes(self) -> int:

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
+from octavo.loading.fields import Fields
+
+NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
 @dataclass(frozen=True)
@@ -30,21 +33,27 @@ class RotaryConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], head_dim: int) -> RotaryConfig:
         """Read HF's `rope_parameters`, or the older `rope_scaling`, with `rope_type` or `type`. Raises CheckpointError, naming the type."""
-        scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
+        read = Fields(config, "the model's configuration")
+        given = read.section("rope_parameters" if config.get("rope_parameters") else "rope_scaling")
+        rope_type = given.word("rope_type", None) or given.word("type", "default")
         if rope_type not in SCALINGS:
             raise CheckpointError(f"rope_scaling: type {rope_type!r} is not supported; supported: {', '.join(SCALINGS)}")
-        missing = [name for name in SCALINGS[rope_type].needs if scaling.get(name) is None]
-        if missing == ["original_max_position_embeddings"]:
-            scaling[missing.pop()] = config["max_position_embeddings"]
+        trained = read.whole("max_position_embeddings", low=2, high=2**24)
+        scaling: dict[str, Any] = {"original_max_position_embeddings": given.whole("original_max_position_embeddings", None, low=2)}
+        for name in NUMBERS:
+            scaling[name] = given.number(name, None)
+        scaling["truncate"] = given.flag("truncate", True)
+        missing = [name for name in SCALINGS[rope_type].needs if scaling[name] is None]
         if missing:
             raise CheckpointError(f"rope_scaling: type {rope_type!r} needs {', '.join(missing)}")
-        factor = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+        if scaling["original_max_position_embeddings"] is None and rope_type in ("llama3", "yarn"):
+            scaling["original_max_position_embeddings"] = trained
+        factor = given.number("partial_rotary_factor", None) or read.number("partial_rotary_factor", 1.0)
         dim = int(head_dim * factor)
         if dim % 2 or not 0 < dim <= head_dim:
             raise CheckpointError(f"rotary embedding: {dim} rotated features of {head_dim}; an even number is needed")
-        theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
-        return cls(dim, float(theta), rope_type, int(config["max_position_embeddings"]), scaling)
+        theta = given.number("rope_theta", None) or read.number("rope_theta", 10000.0)
+        return cls(dim, theta, rope_type, trained, scaling)
 
     @property
     def context(self) -> int:
@@ -108,7 +117,7 @@ def _yarn(config: RotaryConfig, length: int) -> Tensor:
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
     low, high = feature(scaling.get("beta_fast") or 32), feature(scaling.get("beta_slow") or 1)
-    if scaling.get("truncate", True):
+    if scaling["truncate"]:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     stretched = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
@@ -146,6 +155,6 @@ SCALINGS = {
     "default": _Scaling(_default),
     "linear": _Scaling(_linear, ("factor",)),
     "dynamic": _Scaling(_dynamic, ("factor",)),
-    "llama3": _Scaling(_llama3, ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
-    "yarn": _Scaling(_yarn, ("factor", "original_max_position_embeddings"), _yarn_magnitude),
+    "llama3": _Scaling(_llama3, ("factor", "low_freq_factor", "high_freq_factor")),
+    "yarn": _Scaling(_yarn, ("factor",), _yarn_magnitude),
 }

@@ -41,7 +41,7 @@ class Weights:
             if name not in self._names:
                 raise CheckpointError(f"{self._checkpoint.path}: the model needs the tensor {name}, which is not there")
             sizes.append(self._checkpoint.shape(name))
-        if (sum(size[0] for size in sizes), *sizes[0][1:]) != shape or any(size[1:] != sizes[0][1:] for size in sizes):
+        if any(size[1:] != shape[1:] or len(size) != len(shape) for size in sizes) or sum(size[0] for size in sizes) != shape[0]:
             found = ", ".join(f"{name} {list(size)}" for name, size in zip(names, sizes, strict=True))
             raise CheckpointError(f"{self._checkpoint.path}: {found}; the configuration says {list(shape)}")
         out = torch.empty(shape, dtype=self.dtype)

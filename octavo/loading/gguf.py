@@ -153,8 +153,6 @@ class _Configuration:
         self._check_against_tensors(config)
         if (rotary := self._get("rope.dimension_count", int, head_dim)) < head_dim:
             config["partial_rotary_factor"] = rotary / head_dim
-        if window := self._get("attention.sliding_window", int, 0):
-            config["sliding_window"] = window
         for name in ("bos_token_id", "eos_token_id"):
             token_id = self._header.metadata.get(f"tokenizer.ggml.{name}")
             config[name] = token_id if isinstance(token_id, int) else None

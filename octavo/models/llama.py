@@ -14,7 +14,10 @@ from octavo.layers.linear import Embedding, Linear, OutputHead
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import RotaryConfig, RotaryEmbedding
 from octavo.layers.weights import Weights
+from octavo.loading.fields import Fields
 from octavo.ops.interface import AttentionBatch, LayerKV, Ops
+
+PLACE = "the model's configuration"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,29 +43,26 @@ class DecoderConfig:
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], **differences: Any) -> DecoderConfig:
         """Read an HF configuration; `differences` are what the model type fixes. Raises CheckpointError naming what is missing."""
-        needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-        missing = [name for name in needed if hf.get(name) is None]
-        if missing:
-            raise CheckpointError(f"the model's configuration lacks {', '.join(missing)}")
-        if (activation := hf.get("hidden_act", "silu")) not in ("silu", "swish"):
+        read = Fields(hf, PLACE)
+        if (activation := read.word("hidden_act", "silu")) not in ("silu", "swish"):
             raise CheckpointError(f"hidden_act: {activation!r} is not supported; supported: silu")
-        heads = hf["num_attention_heads"]
-        kv_heads = hf.get("num_key_value_heads") or heads
-        head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
+        hidden, layers, heads = read.whole("hidden_size"), read.whole("num_hidden_layers", high=10_000), read.whole("num_attention_heads")
+        kv_heads = read.whole("num_key_value_heads", heads)
+        head_dim = read.whole("head_dim", hidden // heads)
         if heads % kv_heads:
             raise CheckpointError(f"num_attention_heads: {heads} is no multiple of num_key_value_heads: {kv_heads}")
         fields: dict[str, Any] = {
-            "vocab_size": hf["vocab_size"],
-            "hidden_size": hf["hidden_size"],
-            "intermediate_size": hf["intermediate_size"],
-            "num_layers": hf["num_hidden_layers"],
+            "vocab_size": read.whole("vocab_size"),
+            "hidden_size": hidden,
+            "intermediate_size": read.whole("intermediate_size"),
+            "num_layers": layers,
             "num_heads": heads,
             "num_kv_heads": kv_heads,
             "head_dim": head_dim,
-            "rms_norm_eps": hf.get("rms_norm_eps") or 1e-6,
+            "rms_norm_eps": read.number("rms_norm_eps", 1e-6),
             "rotary": RotaryConfig.from_hf(hf, head_dim),
-            "tied": bool(hf.get("tie_word_embeddings", False)),
-            "windows": (None,) * hf["num_hidden_layers"],
+            "tied": read.flag("tie_word_embeddings", False),
+            "windows": (None,) * layers,
         }
         return cls(**(fields | differences))
 
@@ -72,8 +72,9 @@ class DecoderConfig:
 
 
 def configure(hf: Mapping[str, Any]) -> DecoderConfig:
-    bias = bool(hf.get("attention_bias", False))
-    return DecoderConfig.from_hf(hf, qkv_bias=bias, output_bias=bias, mlp_bias=bool(hf.get("mlp_bias", False)))
+    read = Fields(hf, PLACE)
+    bias = read.flag("attention_bias", False)
+    return DecoderConfig.from_hf(hf, qkv_bias=bias, output_bias=bias, mlp_bias=read.flag("mlp_bias", False))
 
 
 class DecoderLayer:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.models.llama import DecoderConfig
+from octavo.loading.fields import Fields
+from octavo.models.llama import PLACE, DecoderConfig
 
 
 def configure(hf: Mapping[str, Any]) -> DecoderConfig:
-    return DecoderConfig.from_hf(hf, windows=(hf.get("sliding_window"),) * hf["num_hidden_layers"])
+    read = Fields(hf, PLACE)
+    return DecoderConfig.from_hf(hf, windows=(read.whole("sliding_window", None),) * read.whole("num_hidden_layers", high=10_000))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.models.llama import DecoderConfig
+from octavo.errors import CheckpointError, shown
+from octavo.loading.fields import Fields
+from octavo.models.llama import PLACE, DecoderConfig
 
 
 def configure(hf: Mapping[str, Any]) -> DecoderConfig:
@@ -14,9 +16,12 @@ def configure(hf: Mapping[str, Any]) -> DecoderConfig:
 
 def windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     """The layers named in `layer_types`, or those from `max_window_layers` on."""
-    layers = hf["num_hidden_layers"]
-    if not hf.get("use_sliding_window"):
+    read = Fields(hf, PLACE)
+    layers = read.whole("num_hidden_layers", high=10_000)
+    if not read.flag("use_sliding_window", False):
         return (None,) * layers
-    full = hf.get("max_window_layers", 28)
+    full, window = read.whole("max_window_layers", 28, low=0), read.whole("sliding_window")
     types = hf.get("layer_types") or ["sliding_attention" if layer >= full else "full_attention" for layer in range(layers)]
-    return tuple(hf["sliding_window"] if kind == "sliding_attention" else None for kind in types)
+    if not isinstance(types, list) or len(types) != layers:
+        raise CheckpointError(f"layer_types: {shown(types)}; allowed: a list of {layers} names")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.models.llama import DecoderConfig
+from octavo.loading.fields import Fields
+from octavo.models.llama import PLACE, DecoderConfig
 from octavo.models.qwen2 import windows
 
 
 def configure(hf: Mapping[str, Any]) -> DecoderConfig:
-    bias = bool(hf.get("attention_bias", False))
+    bias = Fields(hf, PLACE).flag("attention_bias", False)
     return DecoderConfig.from_hf(hf, qkv_bias=bias, output_bias=bias, head_norm=True, windows=windows(hf))

@@ -29,6 +29,15 @@ def vocabulary_from_folder(folder: Path) -> Vocabulary:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises Exception itself
         raise CheckpointError(f"{path} is damaged: {error}") from error
+    try:
+        return _vocabulary(tokenizer, folder)
+    except CheckpointError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{folder}: what lies beside tokenizer.json is not in the form expected ({error!r})") from error
+
+
+def _vocabulary(tokenizer: Tokenizer, folder: Path) -> Vocabulary:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
@@ -36,7 +45,7 @@ def vocabulary_from_folder(folder: Path) -> Vocabulary:
     ids = {name: tokenizer.token_to_id(text) for name, text in named.items()}
     _add_missing_tokens(tokenizer, config)
     added = tokenizer.get_added_tokens_decoder()
-    byte_level, strips_leading_space = _decoding(tokenizer, path)
+    byte_level, strips_leading_space = _decoding(tokenizer, folder / "tokenizer.json")
     eos = ids.get("eos_token")
     return Vocabulary(
         encode=lambda text, add_special_tokens: tokenizer.encode(text, add_special_tokens=add_special_tokens).ids,

@@ -148,7 +148,7 @@ def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
     """auto is bfloat16, save for a checkpoint stored in float32 throughout."""
     if name != "auto":
         return DTYPES[name]
-    stored = {checkpoint.dtype(tensor) for tensor in checkpoint.names()}
+    stored = {checkpoint.dtype(tensor) for tensor in checkpoint.names() if tensor.endswith("weight")}
     return torch.float32 if stored == {torch.float32} else torch.bfloat16
 
 
@@ -172,7 +172,7 @@ def _pool_blocks(config: EngineConfig, block_bytes: int, blocks_per_context: int
 
 def _check_untaken(weights: Weights) -> None:
     """Tensors that no layer took mean that the model here is not the model there."""
-    known = ("rotary_emb.inv_freq", "lm_head.weight", "rope_freqs.weight")
+    known = ("rotary_emb.inv_freq", "lm_head.weight", "rope_freqs.weight", "position_ids", "attn.bias", "attn.masked_bias")
     strange = [name for name in weights.untaken() if not name.endswith(known)]
     if strange:
         raise CheckpointError(f"the checkpoint holds tensors that this model does not use: {', '.join(strange[:5])}")

@@ -1,7 +1,7 @@
 """From logits to tokens. Every choice depends on a row's own logits, parameters, seed and output position, and on nothing else.
 
 A draw inverts the cumulative distribution at one uniform number, itself a hash of (seed, choice, output position). The
-filters are thresholds on probability, so that no order of equal values can matter.
+filters keep the largest probabilities, and of equal ones those of the lower ids, whatever order a library sorts them in.
 """
 
 from __future__ import annotations
@@ -58,13 +58,11 @@ def _draw(logits: Tensor, draws: list[Draw]) -> list[int]:
 
 
 def _keep_top_k(weights: Tensor, limits: list[int]) -> None:
-    vocab_size = weights.shape[-1]
-    rows = [row for row, limit in enumerate(limits) if 0 < limit < vocab_size]
+    rows = [row for row, limit in enumerate(limits) if 0 < limit < weights.shape[-1]]
     if rows:
+        counts = torch.tensor([limits[row] for row in rows], device=weights.device)[:, None]
         chosen = weights[rows]
-        largest = chosen.topk(max(limits[row] for row in rows), -1).values
-        last = torch.tensor([limits[row] - 1 for row in rows], device=weights.device)[:, None]
-        weights[rows] = chosen.masked_fill_(chosen < largest.gather(-1, last), 0.0)
+        weights[rows] = _keep_largest(chosen, chosen.topk(int(counts.max()), -1).values, counts)
 
 
 def _keep_top_p(weights: Tensor, shares: list[float]) -> None:
@@ -75,8 +73,20 @@ def _keep_top_p(weights: Tensor, shares: list[float]) -> None:
         cumulative = ordered.double().cumsum(-1)
         wanted = torch.tensor([shares[row] for row in rows], dtype=torch.float64, device=weights.device)[:, None]
         # The token that crosses the share is the last one kept.
-        last = torch.searchsorted(cumulative, wanted * cumulative[:, -1:]).clamp_(max=weights.shape[-1] - 1)
-        weights[rows] = chosen.masked_fill_(chosen < ordered.gather(-1, last), 0.0)
+        counts = torch.searchsorted(cumulative, wanted * cumulative[:, -1:]).clamp_(max=weights.shape[-1] - 1) + 1
+        weights[rows] = _keep_largest(chosen, ordered, counts)
+
+
+def _keep_largest(weights: Tensor, ordered: Tensor, counts: Tensor) -> Tensor:
+    """Zero all but the `counts` [N, 1] largest of each row; of equal ones the lower ids stay. ordered: the largest, descending."""
+    last = ordered.gather(-1, counts - 1)
+    tied = (weights >= last).sum(-1, keepdim=True) > counts
+    weights = weights.masked_fill(weights < last, 0.0)
+    for row in tied[:, 0].nonzero()[:, 0].tolist():
+        equal = (weights[row] == last[row]).nonzero()[:, 0]
+        larger = int((weights[row] > last[row]).sum())
+        weights[row, equal[int(counts[row]) - larger :]] = 0.0
+    return weights
 
 
 def uniforms(draws: list[Draw]) -> np.ndarray:

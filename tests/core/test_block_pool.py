@@ -86,7 +86,7 @@ def test_sharing_a_free_block_changes_nothing():
     pool = BlockPool(4)
     (block,) = pool.take(1)
     before = books(pool)
-    with pytest.raises(InvariantError, match="free block was shared"):
+    with pytest.raises(InvariantError, match="block that is free, or does not exist, was shared"):
         pool.share([block, 3])
     assert books(pool) == before
 
@@ -147,3 +147,13 @@ def test_any_calls_leave_the_books_in_order(total, calls):
                 pool.give_back(blocks)
         pool.check()
         assert books(pool) == (counts.count(0), counts)
+
+
+@pytest.mark.parametrize("block_id", [-1, 4, 99])
+def test_sharing_a_block_that_does_not_exist_changes_nothing(block_id):
+    pool = BlockPool(4)
+    taken = pool.take(2)
+    with pytest.raises(InvariantError, match="does not exist"):
+        pool.share([*taken, block_id])
+    assert [pool.count(number) for number in taken] == [1, 1]
+    pool.check()

@@ -7,6 +7,7 @@ import pytest
 from core_driver import Driver, expected
 
 from octavo.bench.core import measure
+from octavo.core.policy import POLICIES, FirstComeFirstServed
 from octavo.core.request import Request, Status
 from octavo.core.scheduler import Scheduler
 from octavo.errors import EngineError, InvalidValueError, InvariantError
@@ -476,11 +477,52 @@ def test_request_that_ended_in_time_is_not_timed_out_after():
 
 
 def test_deadlines_of_ended_requests_do_not_pile_up():
-    driver = Driver()
+    driver = Driver(num_blocks=2000)
+    driver.add("long", max_tokens=7000, deadline=1e8)  # stands at the top of the heap all the while
     for number in range(1000):
         driver.add(f"{number}", max_tokens=1, deadline=1e9)
         driver.step()
     assert len(driver.scheduler._deadlines) < 200
+
+
+def test_a_step_that_preempts_admits_nobody():
+    driver = Driver(num_blocks=6, block_size=1, max_batch_size=8)
+    for number in range(6):
+        driver.add(f"{number}", [1], max_tokens=5)
+    seen = 0
+    while driver.scheduler.has_work:
+        before = driver.scheduler.stats().preemptions
+        driver.step()
+        if driver.scheduler.stats().preemptions > before:
+            seen += 1
+            assert all(row.assign is None for row in driver.history[-1].rows)
+    assert seen > 0
+
+
+def test_whom_nobody_would_have_room_for_is_not_admitted():
+    """Three sequences that grow to four blocks each: admitted all at once into eight blocks, they would preempt one another."""
+    driver = Driver(num_blocks=8, block_size=2, max_batch_size=8)
+    for number in range(8):
+        driver.add(f"{number}", [1, 2, 3], max_tokens=5)
+    while driver.scheduler.has_work:
+        driver.step()
+    assert driver.scheduler.stats().preemptions <= 8
+
+
+def test_a_policy_with_any_victim_never_preempts_a_planned_row(monkeypatch):
+    class FirstVictim(FirstComeFirstServed):
+        def victim(self, running):
+            return running[0]
+
+    monkeypatch.setitem(POLICIES, "fcfs", FirstVictim)
+    driver = Driver(num_blocks=10, block_size=1, max_batch_size=8)
+    sequences = [driver.add(f"{number}", [1, 2], max_tokens=6) for number in range(6)]
+    while driver.scheduler.has_work:
+        driver.step()
+        plan = driver.history[-1]
+        assert not {row.slot for row in plan.rows if row.assign is None} & set(plan.released)
+    assert driver.scheduler.stats().preemptions > 0
+    assert all(sequence.finish_reason == "length" for sequence in sequences)
 
 
 # Failures

@@ -252,3 +252,45 @@ def test_the_bad_prompt_among_several_is_named(llm: LLM) -> None:
 def test_more_threads_than_processors_are_refused(smollm2_gguf: Path) -> None:
     with pytest.raises(ConfigError, match=r"threads: 4096; allowed: auto, or 1 to \d+, the processors"):
         LLM(smollm2_gguf, threads=4096)
+
+
+def test_streams_share_the_engine_and_each_reads_its_own(llm: LLM) -> None:
+    prompts = ["Once upon a time", "The capital of France is"]
+    alone = [llm.generate(prompt, greedy(count))[0].outputs[0].text for prompt, count in zip(prompts, (9, 5), strict=True)]
+    first, second = (llm.stream(prompt, greedy(count)) for prompt, count in zip(prompts, (9, 5), strict=True))
+    texts = [next(first).delta, next(second).delta]
+    texts[0] += "".join(output.delta for output in first)
+    texts[1] += "".join(output.delta for output in second)
+    assert texts == alone
+
+
+def test_generate_within_a_stream_and_within_a_progress_callback(llm: LLM) -> None:
+    expected = llm.generate("Once upon a time", greedy(6))[0].outputs[0].text
+    inner: list[str] = []
+
+    def ask(output: RequestOutput | None = None) -> None:
+        inner.append(llm.generate("The capital of France is", greedy(1))[0].outputs[0].text)
+
+    text = ""
+    for output in llm.stream("Once upon a time", greedy(6)):
+        text += output.delta
+        ask()
+    assert text == expected
+    outputs = llm.generate(["Once upon a time"] * 3, [greedy(2), greedy(4), greedy(6)], on_progress=ask)
+    assert outputs[2].outputs[0].text == expected
+    assert set(inner) == {" Paris"}
+
+
+@pytest.mark.parametrize("params", [5, {"max_tokens": 2}, [5], (value for value in ())], ids=str)
+def test_parameters_of_another_kind_are_refused_at_once(llm: LLM, params: object) -> None:
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(InvalidValueError, match="allowed: a SamplingParams, or a list of them"):
+            call("a", params)  # type: ignore[operator]
+    with pytest.raises(InvalidValueError, match="stop_token_ids: 99999; allowed: 0 to 49151"):
+        llm.stream("a", SamplingParams(stop_token_ids=(99999,)))
+
+
+def test_an_empty_conversation_is_refused(llm: LLM) -> None:
+    for messages in ([], [[]], [[{"role": "user", "content": "Hi"}], []], "Hi"):
+        with pytest.raises(InvalidValueError, match="messages"):
+            llm.chat(messages)  # type: ignore[arg-type]

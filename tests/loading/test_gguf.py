@@ -234,7 +234,6 @@ def test_configuration_of_what_is_optional(write: Write) -> None:
     optional = {
         "rope__freq_base": 5e5,
         "rope__dimension_count": 8,
-        "attention__sliding_window": 32,
         "attention__head_count_kv": [KV_HEADS] * 3,
     }
     config = GGUFCheckpoint(write(tensors, "qwen2", **{f"ARCH__{key}": value for key, value in optional.items()})).config
@@ -242,7 +241,6 @@ def test_configuration_of_what_is_optional(write: Write) -> None:
         "model_type": "qwen2",
         "rope_theta": 5e5,
         "partial_rotary_factor": 0.5,
-        "sliding_window": 32,
         "num_key_value_heads": KV_HEADS,
     }
     expected |= {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}

@@ -99,7 +99,7 @@ def beginnings(llm: LLM, token_ids: list[list[int]]) -> tuple[list[list[int]], l
     "settings",
     [
         *({"block_size": size} for size in (1, 4, 8, 32, 64)),
-        *({"prefill_chunk_size": size} for size in (1, 7, 16, None)),
+        *({"prefill_chunk_size": size} for size in (1, 7, 16)),
         *({"max_batch_size": size} for size in (1, 2, 3)),
     ],
     ids=str,
@@ -110,6 +110,22 @@ def test_block_size_chunk_size_and_batch_size_change_nothing(
     cut, expected = beginnings
     with LLM(smollm2_gguf, dtype="float32", max_model_len=1024, prealloc_blocks=0, check_invariants=True, **settings) as other:
         assert answers(other.generate(cut, greedy(24))) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_long_prompts_in_any_chunks_and_batches_up_to_32(dtype: str, smollm2_gguf: Path, token_ids: list[list[int]]) -> None:
+    running = [token_id for prompt in token_ids for token_id in prompt]
+    work = [running[:700], running[300:900], *(running[start : start + 9] for start in range(30))]
+    found = []
+    for settings in (
+        {"max_batch_size": 32},
+        {"max_batch_size": 32, "prefill_chunk_size": None},
+        {"max_batch_size": 9, "prefill_chunk_size": 97, "block_size": 4},
+        {"max_batch_size": 17, "prefill_chunk_size": 40, "block_size": 128},
+    ):
+        with LLM(smollm2_gguf, dtype=dtype, max_model_len=1024, prealloc_blocks=0, check_invariants=True, **settings) as llm:
+            found.append(answers(llm.generate(work, greedy(10))))
+    assert found[1:] == found[:1] * 3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -107,9 +107,15 @@ def test_filters_are_measured_at_the_rows_temperature():
 
 
 @pytest.mark.parametrize("top_k", [1, 7, 100])
-def test_equal_tokens_at_the_border_are_all_kept(top_k):
+def test_of_equal_tokens_at_the_border_the_lower_ids_are_kept(top_k):
     logits = torch.zeros(1, 10)
-    assert set(draws_of(logits, 1000, top_k=top_k)) == set(range(10))
+    assert set(draws_of(logits, 1000, top_k=top_k)) == set(range(min(top_k, 10)))
+
+
+@pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 1e-6}])
+def test_the_narrowest_filters_are_greedy_among_ties(params):
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 3.0]])
+    assert set(draws_of(logits, 200, **params)) == {1}
 
 
 # Independence
