@@ -145,7 +145,8 @@ class LLM:
 
     def _take(self, request_id: str) -> RequestOutput:
         """The output as it stands now, its delta being all that was added since it was last taken."""
-        output, output.delta = self._unread.pop(request_id)
+        output, delta = self._unread.pop(request_id)
+        output.delta = delta
         return output
 
     def chat(
