@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +147,23 @@ def test_a_tied_head_is_the_embedding_whether_or_not_the_file_repeats_it(stored:
     ],
 )
 def test_a_configuration_that_cannot_be_run_is_named(edit: dict[str, Any], said: str, tmp_path: Path) -> None:
-    import json
-
     make(tmp_path, "llama", {})
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | edit))
     with pytest.raises(CheckpointError, match=said):
         make_runner(tmp_path)
+
+
+def test_divisors_in_the_checkpoint_stretch_the_rotation_as_the_configuration_would(tmp_path: Path) -> None:
+    """A GGUF of a Llama-3.1 type model says how it is stretched by the tensor rope_freqs alone."""
+    from safetensors.torch import load_file, save_file
+
+    model = make(tmp_path, "llama", {"rope_scaling": {"rope_type": "llama3", **LLAMA3}})
+    stretched = model.model.rotary_emb.inv_freq
+    plain = 1.0 / (10000.0 ** (torch.arange(0, 16, 2).float() / 16))
+    assert not torch.allclose(plain, stretched)
+    tensors = load_file(tmp_path / "model.safetensors") | {"rope_freqs.weight": plain / stretched}
+    save_file(tensors, tmp_path / "model.safetensors")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_parameters": None, "rope_scaling": None, "rope_theta": 10000.0}))
+    assert (logits(make_runner(tmp_path), ids(100)) - reference_logits(model, ids(100))).abs().max() < 2e-4
