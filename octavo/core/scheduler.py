@@ -74,10 +74,6 @@ class Scheduler:
         self._finished: Counter[str] = Counter()
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
     def has_work(self) -> bool:
         return bool(self._requests) or bool(self._changes)
 
@@ -132,9 +128,7 @@ class Scheduler:
             place += 1
 
         if preemptions == self._preemptions:
-            for admitted in self._admit(budget):
-                count = min(admitted.num_to_schedule, budget)
-                budget -= count
+            for admitted, count in self._admit(budget):
                 self._plan_row(admitted, count, rows, flights, assign=True)
 
         if not rows:
@@ -218,13 +212,13 @@ class Scheduler:
         if not self._in_flight and any(sequence.num_scheduled != sequence.num_computed for sequence in live):
             raise InvariantError("tokens are scheduled and no plan is in flight")
 
-    def _admit(self, budget: int) -> list[Sequence]:
-        """Move waiting sequences to the running ones while there is room and budget, and allocate their first chunk.
+    def _admit(self, budget: int) -> list[tuple[Sequence, int]]:
+        """Move waiting sequences to the running ones while there is room and budget; returns each with its first chunk, allocated.
 
         Room is all its known tokens and the next one, after what the running sequences still need: the rest of what they
         know, and one block ahead each. Less would admit a sequence only to preempt it. Alone, it always fits.
         """
-        admitted: list[Sequence] = []
+        admitted: list[tuple[Sequence, int]] = []
         spoken_for = sum(self._blocks_ahead(sequence) for sequence in self.running) if len(self._waiting) else 0
         while budget > 0 and len(self.running) < self.max_batch_size:
             sequence = self._waiting.next()
@@ -236,9 +230,9 @@ class Scheduler:
             self._waiting.remove(sequence)
             sequence.run(self._free_slots.pop())
             self.running.append(sequence)
-            admitted.append(sequence)
             count = min(sequence.num_to_schedule, budget)
             budget -= count
+            admitted.append((sequence, count))
             if not self.kv.allocate(sequence, count):
                 raise InvariantError(f"{sequence!r} was admitted without room")
             spoken_for += self._blocks_ahead(sequence)

@@ -47,8 +47,8 @@ class LLM:
 
         checkpoint = open_checkpoint(resolve(str(model), revision))
         try:
-            metadata = getattr(checkpoint, "metadata", None)
-            self.tokenizer = Tokenizer.from_gguf(metadata) if metadata is not None else Tokenizer.from_folder(checkpoint.path)
+            metadata = checkpoint.metadata
+            self.tokenizer = Tokenizer.from_folder(checkpoint.path) if metadata is None else Tokenizer.from_gguf(metadata)
             ends = checkpoint.generation_config.get("eos_token_id") or []
             ends = ends if isinstance(ends, list) else [ends]
             if not all(isinstance(token_id, int) for token_id in ends):

@@ -33,7 +33,7 @@ class RotaryConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], head_dim: int) -> RotaryConfig:
         """Read HF's `rope_parameters`, or the older `rope_scaling`, with `rope_type` or `type`. Raises CheckpointError, naming the type."""
-        read = Fields(config, "the model's configuration")
+        read = Fields(config)
         given = read.section("rope_parameters" if config.get("rope_parameters") else "rope_scaling")
         rope_type = given.word("rope_type", None) or given.word("type", "default")
         if rope_type not in SCALINGS:

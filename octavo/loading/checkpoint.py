@@ -22,6 +22,9 @@ class Checkpoint(ABC):
     generation_config: Mapping[str, Any]
     """In the form of an HF `generation_config.json`; empty where the checkpoint has none."""
 
+    metadata: Mapping[str, Any] | None = None
+    """What a GGUF file says by its own keys, its vocabulary among it; None for a folder, where files beside the weights say it."""
+
     @abstractmethod
     def names(self) -> frozenset[str]:
         """Tensor names, as HF's state dict spells them."""

@@ -14,7 +14,7 @@ REQUIRED: Any = object()
 class Fields:
     """A JSON object from a checkpoint. Absent and null are the same: the default, or CheckpointError where there is none."""
 
-    def __init__(self, values: Any, place: str) -> None:
+    def __init__(self, values: Any, place: str = "the model's configuration") -> None:
         if not isinstance(values, Mapping):
             raise CheckpointError(f"{place}: {shown(values)}; allowed: an object of named values")
         self.values = values

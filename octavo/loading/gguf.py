@@ -30,7 +30,7 @@ class GGUFCheckpoint(Checkpoint):
         """Raises CheckpointError where the file is damaged, or its architecture or one of its tensors is unknown."""
         self.path = Path(path)
         header = read_header(path)
-        self.metadata: Mapping[str, Any] = header.metadata
+        self.metadata = header.metadata
         architecture = header.metadata.get("general.architecture")
         if architecture not in SUPPORTED_ARCHITECTURES:
             raise CheckpointError(f"{path} holds a model of architecture {architecture!r}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")

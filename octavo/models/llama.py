@@ -17,8 +17,6 @@ from octavo.layers.weights import Weights
 from octavo.loading.fields import Fields
 from octavo.ops.interface import AttentionBatch, LayerKV, Ops
 
-PLACE = "the model's configuration"
-
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
@@ -43,7 +41,7 @@ class DecoderConfig:
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], **differences: Any) -> DecoderConfig:
         """Read an HF configuration; `differences` are what the model type fixes. Raises CheckpointError naming what is missing."""
-        read = Fields(hf, PLACE)
+        read = Fields(hf)
         if (activation := read.word("hidden_act", "silu")) not in ("silu", "swish"):
             raise CheckpointError(f"hidden_act: {activation!r} is not supported; supported: silu")
         hidden, layers, heads = read.whole("hidden_size"), read.whole("num_hidden_layers", high=10_000), read.whole("num_attention_heads")
@@ -66,13 +64,9 @@ class DecoderConfig:
         }
         return cls(**(fields | differences))
 
-    @property
-    def max_length(self) -> int:
-        return self.rotary.context
-
 
 def configure(hf: Mapping[str, Any]) -> DecoderConfig:
-    read = Fields(hf, PLACE)
+    read = Fields(hf)
     bias = read.flag("attention_bias", False)
     return DecoderConfig.from_hf(hf, qkv_bias=bias, output_bias=bias, mlp_bias=read.flag("mlp_bias", False))
 

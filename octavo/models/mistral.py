@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.loading.fields import Fields
-from octavo.models.llama import PLACE, DecoderConfig
+from octavo.models.llama import DecoderConfig
 
 
 def configure(hf: Mapping[str, Any]) -> DecoderConfig:
-    read = Fields(hf, PLACE)
+    read = Fields(hf)
     return DecoderConfig.from_hf(hf, windows=(read.whole("sliding_window", None),) * read.whole("num_hidden_layers", high=10_000))

@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo.errors import CheckpointError, shown
 from octavo.loading.fields import Fields
-from octavo.models.llama import PLACE, DecoderConfig
+from octavo.models.llama import DecoderConfig
 
 
 def configure(hf: Mapping[str, Any]) -> DecoderConfig:
@@ -16,7 +16,7 @@ def configure(hf: Mapping[str, Any]) -> DecoderConfig:
 
 def windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     """The layers named in `layer_types`, or those from `max_window_layers` on."""
-    read = Fields(hf, PLACE)
+    read = Fields(hf)
     layers = read.whole("num_hidden_layers", high=10_000)
     if not read.flag("use_sliding_window", False):
         return (None,) * layers

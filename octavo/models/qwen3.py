@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.loading.fields import Fields
-from octavo.models.llama import PLACE, DecoderConfig
+from octavo.models.llama import DecoderConfig
 from octavo.models.qwen2 import windows
 
 
 def configure(hf: Mapping[str, Any]) -> DecoderConfig:
-    bias = Fields(hf, PLACE).flag("attention_bias", False)
+    bias = Fields(hf).flag("attention_bias", False)
     return DecoderConfig.from_hf(hf, qkv_bias=bias, output_bias=bias, head_norm=True, windows=windows(hf))

@@ -33,7 +33,7 @@ class Runner:
         kv_dtype = dtype if config.memory.kv_cache_dtype == "auto" else DTYPES[config.memory.kv_cache_dtype]
         block_size = self._block_size = config.memory.block_size
 
-        context = model_config.max_length
+        context = model_config.rotary.context
         wanted = config.model.max_model_len
         if wanted is not None and wanted > context:
             raise ConfigError(f"max_model_len: {wanted}; allowed: up to the model's context of {context} tokens")
