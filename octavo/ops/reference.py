@@ -40,7 +40,7 @@ class ReferenceOps:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._scratch = _Scratch(device)
-        # oneDNN's AVX-512 bf16 products give a row the same bits at every row count; its AMX ones do not.
+        # oneDNN's AVX-512 bf16 products give a row the same bits at every row count above one; its AMX ones do not.
         amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)()
         self._invariant = {torch.bfloat16} if device.type == "cpu" and not amx else set()
 
@@ -48,9 +48,9 @@ class ReferenceOps:
         return F.embedding(ids, weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if x.dtype in self._invariant:
-            return F.linear(x, weight, bias)
         rows = x.shape[0]
+        if x.dtype in self._invariant:
+            return F.linear(F.pad(x, (0, 0, 0, 1)) if rows == 1 else x, weight, bias)[:rows]
         out = x.new_empty(-(-rows // PRODUCT_ROWS) * PRODUCT_ROWS, weight.shape[0])
         for start in range(0, rows, PRODUCT_ROWS):
             part = x[start : start + PRODUCT_ROWS]

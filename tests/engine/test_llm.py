@@ -35,13 +35,6 @@ def greedy(count: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=count)
 
 
-def test_chat_answers_paris(llm: LLM) -> None:
-    output = llm.chat([{"role": "user", "content": "What is the capital of France?"}], greedy(40))[0]
-    assert output.outputs[0].text == "The capital of France is Paris."
-    assert output.outputs[0].finish_reason == "stop"
-    assert output.outputs[0].token_ids[-1] == llm.tokenizer.eos_token_id
-
-
 def test_the_forms_of_a_prompt_agree(llm: LLM) -> None:
     ids = llm.tokenizer.encode("The capital of France is")
     forms = ["The capital of France is", ids, {"prompt_token_ids": ids}]

@@ -83,6 +83,14 @@ def test_greedy_tokens_equal_transformers(token_ids: list[list[int]], together: 
         assert len(answer) == NEW_TOKENS
 
 
+def test_chat_answers_paris(llm: LLM) -> None:
+    """In float32: the likeliest first tokens lie within what bfloat16 rounds."""
+    output = llm.chat([{"role": "user", "content": "What is the capital of France?"}], SamplingParams(temperature=0, max_tokens=40))[0]
+    assert output.outputs[0].text == "The capital of France is Paris."
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].token_ids[-1] == llm.tokenizer.eos_token_id
+
+
 @pytest.mark.parametrize("count", [2, pytest.param(16, marks=pytest.mark.slow)])
 def test_prompts_one_by_one_give_the_same(count: int, llm: LLM, token_ids: list[list[int]], together: list[list[int]]) -> None:
     assert [answers(llm.generate([prompt], greedy()))[0] for prompt in token_ids[:count]] == together[:count]

@@ -242,6 +242,17 @@ def test_linear_has_the_same_bits_alone_and_in_a_batch(ops: Ops, dtype: torch.dt
         assert same_bits(ops.linear(x[start:end], weight, bias), found[start:end]), (start, end)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [576, 1536, 3072])
+def test_linear_of_long_rows_has_the_same_bits_at_every_row_count(ops: Ops, dtype: torch.dtype, columns: int) -> None:
+    """Values of many magnitudes, so that another order of summation shows."""
+    x, weight, scale = _random(torch.float32, (512, columns), (576, columns), (512, columns))
+    x, weight = (x * (2 * scale).exp()).to(dtype), weight.to(dtype)
+    found = ops.linear(x, weight)
+    for count in (1, 2, 3, 8, 17, 33):
+        assert all(same_bits(ops.linear(x[at : at + count], weight), found[at : at + count]) for at in range(0, 480, count + 3)), count
+
+
 def assert_rounded_twice(found: Tensor, wanted: Tensor) -> None:
     """A result that is rounded to its dtype once on the way, and once at the end."""
     relative = 2.0**-7 if found.dtype == torch.bfloat16 else 1e-6
