@@ -106,7 +106,7 @@ class MemoryConfig:
     """KV memory."""
 
     block_size: int = setting(16, power_of_two(256), "tokens a block holds")
-    prealloc_blocks: int = setting(1024, whole(0), "blocks whose memory is touched at start, clipped to the pool")
+    prealloc_blocks: int = setting(1024, whole(0), "blocks committed at start, clipped to the ceiling; the pool grows from there")
     max_blocks_per_seq: int | Auto = setting("auto", or_word("auto", whole(1)), "longest block table; auto is the model's context")
     kv_cache_memory: int | Auto = setting("auto", or_word("auto", size()), "KV memory at most; auto is half of what is free after loading")
     max_blocks: int | None = setting(None, or_word(None, whole(1)), "the same ceiling in blocks")
@@ -116,8 +116,9 @@ class MemoryConfig:
         "precision of cached keys and values; int8 not yet",
         lambda value: value == "int8",
     )
-    prefix_caching: bool = setting(False, boolean(), "share the blocks of equal prefixes; not yet", lambda value: value)
-    swap_space: int = setting(0, size(), "memory for swapped-out sequences; not yet", lambda value: value > 0)
+    prefix_caching: bool = setting(True, boolean(), "share the blocks of equal prefixes")
+    swap_space: int = setting(0, size(), "memory for the blocks of preempted sequences; 0 recomputes them all")
+    check_invariants: bool = setting(False, boolean(), "audit the books of KV memory after every step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,7 @@ class SchedulerConfig:
     max_batch_size: int = setting(32, whole(1, 65536), "sequences in one step at most")
     prefill_chunk_size: int | None = setting(256, or_word(None, whole(1)), "prefill tokens in one step at most; null is no limit")
     timeout_ms: float | None = setting(None, or_word(None, number(0, 1e12)), "deadline of a whole request in milliseconds")
-    policy: str = setting("fcfs", choice("fcfs", "priority"), "who is admitted first; priority not yet", lambda value: value == "priority")
+    policy: str = setting("fcfs", choice("fcfs", "priority"), "who is admitted first: first come, first served; or by priority, and age")
 
 
 @dataclass(frozen=True, kw_only=True)

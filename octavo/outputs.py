@@ -8,6 +8,28 @@ from typing import Literal
 FinishReason = Literal["stop", "length", "timeout", "abort", "error"]
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's raw log-probability, its rank among all tokens, 1 the likeliest, and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+EventKind = Literal["queued", "waits", "admitted", "preempted", "resumed", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What the scheduler did with a request, and why, with the numbers that decided. `time` is the engine's monotonic clock's."""
+
+    time: float
+    kind: EventKind
+    reason: str
+    choice: int = 0
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One generated answer. `text` and `token_ids` are cumulative; `finish_reason` is None while it runs."""
@@ -20,21 +42,28 @@ class CompletionOutput:
     """The stop token id that ended the output, where one of the request's own did."""
     error: str | None = None
     """What went wrong, where `finish_reason` is `error`."""
+    delta: str = ""
+    """Text added since the previous output of a stream."""
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times in seconds, on the engine's monotonic clock."""
+    """Times in seconds, on the engine's monotonic clock; `events` tells why each wait, preemption and resumption came about."""
 
     arrival: float
     first_token: float | None = None
     finished: float | None = None
     preemptions: int = 0
+    events: list[Event] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request and its answers so far; `finished` once every answer has its finish reason."""
+    """A request and its answers so far; `finished` once every answer has its finish reason.
+
+    num_cached_tokens: prompt tokens whose keys and values were there already; None until the request is admitted.
+    prompt_logprobs: where asked, None for the first prompt token, then {token id: Logprob} for each: its own and the likeliest.
+    """
 
     request_id: str
     prompt: str | None
@@ -42,5 +71,15 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
-    delta: str = field(default="")
-    """Text added since the previous output of a stream."""
+    num_cached_tokens: int | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    @property
+    def delta(self) -> str:
+        """Text added to the first answer since the previous output of a stream."""
+        return self.outputs[0].delta
+
+    def mark_read(self) -> None:
+        """Begin new deltas."""
+        for answer in self.outputs:
+            answer.delta = ""

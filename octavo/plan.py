@@ -61,7 +61,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     fork_source: int | None = None
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class Row(msgspec.Struct, gc=False):
     """Compute tokens [start, start + count) of the sequence in `slot`, and store their keys and values.
 
     token_ids: tokens the worker does not hold yet, appended to its history before the row runs.
@@ -69,7 +69,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     draft_ids: guesses to verify; inputs after the known ones, counted in `count`.
     tables: per KV group, the block-table change since the slot's last row, None for no change.
     num_logits: positions, at the end of the row, given to the output head: 0 (the row catches up), 1 (it samples),
-        drafts + 1 (it verifies), or more for prompt logprobs.
+        drafts + 1 (it verifies), or more, where prompt logprobs are asked: then each of them whose next token is of the
+        prompt is scored. A row samples if it ends with the last token known, and then only.
+
+    Struct fields are not to be written after a row is made; frozen would cost a quarter of the core's time.
     """
 
     slot: int
@@ -84,11 +87,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One step. `released` slots are given up before any row is read, so a row may assign one of them anew."""
+    """One step. `released` slots are given up before any row is read, so a row may assign one of them anew.
+
+    pool_blocks: how many blocks the pool is to have. Where it has fewer, the worker commits more beside its work and reports how far
+    it has come; a plan without rows waits for all of them. Where it has more, the tail goes back to the system, before the copies; a device
+    that commits everything at start leaves it at that.
+    A plan names committed blocks only. Plans without rows compact, grow or shrink the pool, or release slots.
+    """
 
     step: int
     pool_blocks: int
-    """Blocks that must be committed before the copies run."""
     released: list[int]
     copies: list[BlockCopy]
     rows: list[Row]
@@ -102,9 +110,10 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rank: int
 
 
-class RowResult(msgspec.Struct, frozen=True, kw_only=True):
+class RowResult(msgspec.Struct, kw_only=True, gc=False):
     """What a row gave: its accepted ids (none while it catches up, one sampled, up to drafts + 1), or an error.
 
+    prompt_logprobs: for each scored position, the prompt token that follows it, then the likeliest ones in order of rank.
     An error ends the sequence alone; its keys and values must not be reused.
     """
 
@@ -116,11 +125,16 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows in plan order. `committed_blocks` is the minimum over ranks; times are seconds of the executor's clock."""
+    """Rows in plan order. `committed_blocks` is the minimum over ranks; times are seconds of the executor's clock.
+
+    growth_refused: why the pool cannot have the blocks that were asked for, where it cannot; it stays at its size until a plan asks
+        for no more than that.
+    """
 
     step: int
     rows: list[RowResult]
     committed_blocks: int
+    growth_refused: str | None = None
     forward_seconds: float = 0.0
     copy_seconds: float = 0.0
     copied_bytes: int = 0
@@ -129,18 +143,31 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """What the workers hold once loaded, the least over all of them.
 
+    num_blocks: the pool's ceiling, decided by ceiling_by. committed_blocks: those it has now. swap_blocks: those of the host tier.
     longest: tokens of one sequence at most. bound_by: the setting or limit that decides it.
     """
 
     num_blocks: int
+    committed_blocks: int
     block_size: int
-    kv_bytes: int
+    block_bytes: int
     longest: int
     bound_by: str
     vocab_size: int
     dtype: str
     device: str
+    ceiling_by: str = ""
+    swap_blocks: int = 0
 
     def __str__(self) -> str:
-        pool = f"{self.num_blocks} KV blocks of {self.block_size} tokens ({self.kv_bytes / 2**20:.0f} MiB at most)"
-        return f"{self.dtype} on {self.device}, {pool}; a sequence may have {self.longest} tokens ({self.bound_by})"
+        most = f"{_mebibytes(self.num_blocks * self.block_bytes)} at most" + (f": {self.ceiling_by}" if self.ceiling_by else "")
+        now = _mebibytes(self.committed_blocks * self.block_bytes)
+        swap = f", {_mebibytes(self.swap_blocks * self.block_bytes)} of swap" if self.swap_blocks else ""
+        return (
+            f"{self.dtype} on {self.device}, {self.num_blocks} KV blocks of {self.block_size} tokens ({most}; {now} now){swap}; "
+            f"a sequence may have {self.longest} tokens ({self.bound_by})"
+        )
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:.0f} MiB"

@@ -11,7 +11,6 @@ from octavo.errors import InvalidValueError, UnsupportedError, shown
 
 # Fields that vLLM has and Octavo does not offer yet: accepted at the value that asks for nothing, refused by name otherwise.
 NOT_YET = [
-    "n",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -20,18 +19,17 @@ NOT_YET = [
     "include_stop_str_in_output",
     "min_tokens",
     "logprobs",
-    "prompt_logprobs",
     "detokenize",
     "spaces_between_special_tokens",
     "logit_bias",
     "allowed_token_ids",
     "structured_outputs",
     "output_kind",
-    "priority",
-    "cache_salt",
 ]
 
 MAX_SEED = 2**63 - 1
+MAX_ANSWERS = 1024
+MAX_LOGPROBS = 20
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,6 +45,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: go on past the model's own end-of-sequence ids.
     skip_special_tokens: leave special tokens out of `text`.
     timeout_ms: deadline for the whole request, queueing included; None takes the engine's.
+    n: answers to the prompt; they share its blocks, and answer i draws with (seed, i).
+    prompt_logprobs: for each prompt token after the first, its raw log-probability and those of so many likeliest tokens.
+    priority: under the policy `priority` lower goes first.
+    cache_salt: only requests of the same salt share blocks of equal prefixes.
 
     Raises InvalidValueError naming field, value and range; UnsupportedError for vLLM fields not offered yet.
     """
@@ -61,8 +63,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     timeout_ms: float | None = None
-
     n: int = 1
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -71,15 +76,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
     detokenize: bool = True
     spaces_between_special_tokens: bool = True
     logit_bias: Any = None
     allowed_token_ids: Any = None
     structured_outputs: Any = None
     output_kind: Any = None
-    priority: int = 0
-    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, 1e6)
@@ -101,6 +103,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise InvalidValueError(f"{name}: {shown(getattr(self, name))}; allowed: true or false")
         if self.timeout_ms is not None:
             _number("timeout_ms", self.timeout_ms, 0.0, 1e12, above=True)
+        _integer("n", self.n, 1, MAX_ANSWERS)
+        if self.prompt_logprobs is not None:
+            _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _integer("priority", self.priority, -(2**31), 2**31 - 1)
+        if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
+            raise InvalidValueError(f"cache_salt: {shown(self.cache_salt)}; allowed: a text that is not empty")
         for name in NOT_YET:
             if not _asks_for_nothing(name, getattr(self, name)):
                 value = getattr(self, name)
@@ -128,7 +136,7 @@ def _asks_for_nothing(name: str, value: object) -> bool:
     default = _DEFAULTS[name]
     if isinstance(value, (list, dict, tuple)):
         return not value and name in ("stop", "bad_words", "logit_bias", "allowed_token_ids", "structured_outputs")
-    if name == "n" or isinstance(default, bool) or isinstance(value, bool):
+    if isinstance(default, bool) or isinstance(value, bool):
         return type(value) is type(default) and value == default
     return value is default or (isinstance(value, (int, float)) and value == default)
 

@@ -18,7 +18,7 @@ from octavo.worker.runner import Runner
 def make_runner(path: Path, **settings: Any) -> Runner:
     checkpoint = open_checkpoint(path)
     try:
-        return Runner(checkpoint, EngineConfig.create(**({"dtype": "float32", "max_blocks": 256, "prealloc_blocks": 0} | settings)))
+        return Runner(checkpoint, EngineConfig.create(**({"dtype": "float32", "max_blocks": 256, "prealloc_blocks": 256} | settings)))
     finally:
         checkpoint.close()
 
@@ -36,8 +36,9 @@ def logits(runner: Runner, token_ids: list[int], chunk: int | None = None, shuff
         assign = Assignment(params=SamplingParams(), seed=0, history=token_ids, prompt_length=len(token_ids)) if start == 0 else None
         held, wanted = -(-start // size), -(-(start + taken) // size)
         row = Row(slot=0, start=start, count=taken, num_logits=taken, tables=[TableUpdate(held, table[held:wanted])], assign=assign)
-        runner.prepare(StepPlan(step=1, pool_blocks=0, released=[], copies=[], rows=[row]))
-        parts.append(runner.forward([row]).float())
+        runner.prepare(StepPlan(step=1, pool_blocks=runner.capacity.num_blocks, released=[], copies=[], rows=[row]))
+        with torch.inference_mode():
+            parts.append(runner.model.logits(runner.forward([row])).float())
     return torch.cat(parts)
 
 

@@ -21,12 +21,13 @@ GOOD = {
     "kv_cache_memory": ["auto", 0, 123456],
     "max_blocks": [None, 1, 100000],
     "kv_cache_dtype": ["auto", "float32", "bfloat16"],
-    "prefix_caching": [False],
-    "swap_space": [0],
+    "prefix_caching": [True, False],
+    "swap_space": [0, 1, 1 << 30, 2**60],
+    "check_invariants": [True, False],
     "max_batch_size": [1, 32, 65536],
     "prefill_chunk_size": [None, 1, 256],
     "timeout_ms": [None, 0.5, 5000],
-    "policy": ["fcfs"],
+    "policy": ["fcfs", "priority"],
     "dtype": ["auto", "float32", "bfloat16"],
     "quantization": ["auto", "none"],
     "max_model_len": [None, 1, 8192],
@@ -42,7 +43,8 @@ BAD = {
     "max_blocks": [0, -1, 2.0, "auto", True],
     "kv_cache_dtype": ["float16", "fp8", 32, None, ["float32"]],
     "prefix_caching": ["yes", 1, None],
-    "swap_space": [-1, None, "some"],
+    "swap_space": [-1, None, "some", True, 2**60 + 1, 1.5],
+    "check_invariants": ["yes", 0, None],
     "max_batch_size": [0, -1, 65537, 1.0, "32", None, True],
     "prefill_chunk_size": [0, -1, 2.5, "auto", True],
     "timeout_ms": [0, -5, float("nan"), float("inf"), "5s", True, [5]],
@@ -56,10 +58,6 @@ BAD = {
 }
 NOT_YET = [
     ("kv_cache_dtype", "int8"),
-    ("prefix_caching", True),
-    ("swap_space", "1GiB"),
-    ("swap_space", 1),
-    ("policy", "priority"),
     ("quantization", "int8"),
     ("quantization", "int4"),
 ]
@@ -102,6 +100,8 @@ def test_defaults_stand():
     config = EngineConfig()
     assert (config.memory.block_size, config.memory.prealloc_blocks, config.memory.max_blocks_per_seq) == (16, 1024, "auto")
     assert (config.memory.kv_cache_memory, config.memory.max_blocks, config.memory.kv_cache_dtype) == ("auto", None, "auto")
+    assert (config.memory.prefix_caching, config.memory.swap_space, config.memory.check_invariants) == (True, 0, False)
+    assert config.scheduler.policy == "fcfs"
     assert (config.scheduler.max_batch_size, config.scheduler.prefill_chunk_size, config.scheduler.timeout_ms) == (32, 256, None)
     assert (config.model.dtype, config.model.device, config.model.threads, config.model.seed) == ("auto", "auto", "auto", 0)
 
@@ -161,7 +161,8 @@ def test_sizes(text, size):
         with pytest.raises(ConfigError):
             EngineConfig.create(kv_cache_memory=text)
     else:
-        assert EngineConfig.create(kv_cache_memory=text).memory.kv_cache_memory == size
+        config = EngineConfig.create(kv_cache_memory=text, swap_space=text)
+        assert config.memory.kv_cache_memory == config.memory.swap_space == size
 
 
 def test_memory_beyond_a_tebibyte_is_a_size_like_any_other():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from octavo.core.request import Request
 from octavo.errors import InvalidValueError, OctavoError, UnsupportedError
-from octavo.sampling_params import MAX_SEED, NOT_YET, SamplingParams
+from octavo.sampling_params import MAX_ANSWERS, MAX_LOGPROBS, MAX_SEED, NOT_YET, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 HUGE = 2**31 - 1
@@ -23,6 +23,10 @@ GOOD = {
     "ignore_eos": [True, False],
     "skip_special_tokens": [True, False],
     "timeout_ms": [None, 0.1, 1, 1e12],
+    "n": [1, 2, MAX_ANSWERS],
+    "prompt_logprobs": [None, 0, 1, MAX_LOGPROBS],
+    "priority": [0, -1, -HUGE - 1, HUGE],
+    "cache_salt": [None, "x", "東京", "x" * 1000],
 }
 BAD = {
     "temperature": [-0.1, 1e7, NAN, INF, -INF, "1", None, True, [1], 10**400, 1j],
@@ -35,9 +39,12 @@ BAD = {
     "ignore_eos": [None, 0, 1, "true"],
     "skip_special_tokens": [None, 0, "no"],
     "timeout_ms": [0, -1, 1e13, NAN, INF, "5", True, 10**400],
+    "n": [0, -1, MAX_ANSWERS + 1, 1.0, 1.5, "1", None, True, [], {}],
+    "prompt_logprobs": [-1, MAX_LOGPROBS + 1, 1.0, "5", True, [1], NAN],
+    "priority": [-HUGE - 2, HUGE + 1, 0.5, 1.0, "1", None, False],
+    "cache_salt": ["", 5, b"x", True, ["x"]],
 }
 ASKED = {
-    "n": [2, 0, -1, 1.5, "1"],
     "presence_penalty": [0.5, -1],
     "frequency_penalty": [0.5],
     "repetition_penalty": [1.1],
@@ -46,15 +53,12 @@ ASKED = {
     "include_stop_str_in_output": [True],
     "min_tokens": [4],
     "logprobs": [0, 5],
-    "prompt_logprobs": [0, 1],
     "detokenize": [False],
     "spaces_between_special_tokens": [False],
     "logit_bias": [{1: 100.0}],
     "allowed_token_ids": [[1]],
     "structured_outputs": [{"regex": "a"}],
     "output_kind": [1],
-    "priority": [1, -1],
-    "cache_salt": ["x"],
 }
 
 
@@ -71,13 +75,8 @@ def test_tables_cover_every_field():
 def test_defaults_are_vllms():
     params = SamplingParams()
     assert (params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.max_tokens) == (1.0, 0, 1.0, 0.0, None, 16)
-    assert (params.stop_token_ids, params.ignore_eos, params.skip_special_tokens, params.n, params.repetition_penalty) == (
-        (),
-        False,
-        True,
-        1,
-        1.0,
-    )
+    assert (params.stop_token_ids, params.ignore_eos, params.skip_special_tokens, params.repetition_penalty) == ((), False, True, 1.0)
+    assert (params.n, params.prompt_logprobs, params.priority, params.cache_salt) == (1, None, 0, None)
 
 
 @pytest.mark.parametrize(("name", "value"), pairs(GOOD))
@@ -104,6 +103,10 @@ def test_sentence_names_field_value_and_range():
         ({"stop_token_ids": [3, -4]}, "stop_token_ids: -4; allowed: a whole number from 0 to 2147483647"),
         ({"stop_token_ids": "ab"}, "stop_token_ids: 'ab'; allowed: a list of token ids"),
         ({"ignore_eos": 1}, "ignore_eos: 1; allowed: true or false"),
+        ({"n": 0}, "n: 0; allowed: a whole number from 1 to 1024"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs: 21; allowed: a whole number from 0 to 20"),
+        ({"priority": 0.5}, "priority: 0.5; allowed: a whole number from -2147483648 to 2147483647"),
+        ({"cache_salt": ""}, "cache_salt: ''; allowed: a text that is not empty"),
     ):
         with pytest.raises(InvalidValueError) as caught:
             SamplingParams(**values)
@@ -122,13 +125,10 @@ def test_default_of_what_is_not_offered_yet_may_be_given(name):
     assert SamplingParams(**{name: default}) == SamplingParams()
 
 
-@pytest.mark.parametrize("value", [None, [], {}, 1.0, True])
-def test_number_of_answers_is_a_number_or_is_refused(value):
-    try:
-        params = SamplingParams(n=value)
-    except OctavoError:
-        return
-    assert len(Request("a", [1], params, arrival=0.0, max_length=2).sequences) == 1
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_request_has_as_many_sequences_as_answers_are_asked(count):
+    request = Request("a", [1], SamplingParams(n=count), arrival=0.0, max_length=2)
+    assert [sequence.choice for sequence in request.sequences] == list(range(count))
 
 
 def test_list_of_stop_ids_becomes_a_tuple():
@@ -158,6 +158,8 @@ def test_frozen():
 @pytest.mark.parametrize("form", [msgspec.json, msgspec.msgpack])
 def test_encoding_keeps_everything(form):
     params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=-5, max_tokens=None, stop_token_ids=[1], timeout_ms=3.0)
+    assert form.decode(form.encode(params), type=SamplingParams) == params
+    params = SamplingParams(n=3, prompt_logprobs=0, priority=-7, cache_salt="a user's")
     assert form.decode(form.encode(params), type=SamplingParams) == params
 
 

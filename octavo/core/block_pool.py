@@ -1,85 +1,192 @@
-"""Physical blocks: which are free, and how many tables name each of the others."""
+"""Physical blocks: which are free, which are kept for their content, and how many tables name each of the others."""
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import OrderedDict
 
+from octavo.core.prefix_index import PrefixIndex
 from octavo.errors import InvariantError
 
 
 class BlockPool:
-    """`total` blocks, each free (count 0) or used (count >= 1). Taking and giving back cost O(1) a block.
+    """`total` blocks, each free (count 0, no name), cached (count 0, named by the index) or used (count >= 1).
 
-    The block given back last is taken first, so that memory already touched is used again.
+    Taking and giving back cost O(1) a block. The block given back last is taken first, so that memory already touched is used
+    again; where none is free the cached one that was used longest ago is, children before their parents: a sequence gives back
+    its blocks deepest first, and whoever uses a child uses its parents too.
+
+    `total` is what is committed; it grows up to `ceiling` and shrinks to what is live.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, index: PrefixIndex, ceiling: int | None = None) -> None:
         self.total = total
+        self.ceiling = max(total, ceiling or 0)
+        self.peak_used = 0
+        self.num_evicted = 0
+        self._index = index
         self._free = list(range(total - 1, -1, -1))
         self._counts = [0] * total
-        self.peak_used = 0
+        self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be taken: the free ones, and the cached ones at the price of their content."""
+        return len(self._free) + len(self._cached)
+
+    @property
     def num_used(self) -> int:
-        return self.total - len(self._free)
+        return self.total - len(self._free) - len(self._cached)
 
     def count(self, block_id: int) -> int:
         """How many tables name a block."""
         return self._counts[block_id]
 
     def take(self, number: int) -> list[int]:
-        """Return `number` blocks, now used once each. Raises InvariantError, changing nothing, where fewer are free."""
-        if number > len(self._free):
-            raise InvariantError(f"{number} blocks were taken of {len(self._free)} free ones")
-        if number == 0:
+        """Return `number` blocks, now used once each. Raises InvariantError, changing nothing, where fewer are available."""
+        missing = number - len(self._free)
+        if missing > 0:
+            self._evict(missing)
+        if number == 1:
+            taken = [self._free.pop()]
+        elif number:
+            taken = self._free[: -number - 1 : -1]
+            del self._free[-number:]
+        else:
             return []
-        taken = self._free[-number:]
-        del self._free[-number:]
-        taken.reverse()
         for block_id in taken:
             self._counts[block_id] = 1
-        self.peak_used = max(self.peak_used, self.num_used)
+        used = self.total - len(self._free) - len(self._cached)
+        if used > self.peak_used:
+            self.peak_used = used
         return taken
 
     def share(self, block_ids: list[int]) -> None:
-        """Name used blocks once more. Raises InvariantError, changing nothing, where one is free."""
-        if not all(0 <= block_id < self.total and self._counts[block_id] for block_id in block_ids):
-            raise InvariantError(f"a block that is free, or does not exist, was shared: {block_ids}")
+        """Name used or cached blocks once more. Raises InvariantError, changing nothing, where one is free."""
+        counts = self._counts
         for block_id in block_ids:
-            self._counts[block_id] += 1
+            if not 0 <= block_id < self.total or not (counts[block_id] or block_id in self._cached):
+                raise InvariantError(f"a block that is free, or does not exist, was shared: {block_ids}")
+        for block_id in block_ids:
+            if counts[block_id] == 0:
+                self._cached.pop(block_id, None)
+            counts[block_id] += 1
+        self.peak_used = max(self.peak_used, self.num_used)
 
     def give_back(self, block_ids: list[int]) -> None:
-        """Drop one name of each block; at none it is free. Raises InvariantError, changing nothing, where names run short."""
-        counts = self._counts
-        for block_id, names in Counter(block_ids).items():
-            if not 0 <= block_id < self.total or counts[block_id] < names:
+        """Drop one name of each block, given in a table's order; at none it is cached or free.
+
+        Raises InvariantError, changing nothing, where names run short.
+        """
+        counts, freed = self._counts, []
+        for place in range(len(block_ids) - 1, -1, -1):
+            block_id = block_ids[place]
+            left = counts[block_id] - 1 if 0 <= block_id < self.total else -1
+            if left < 0:
+                for undone in block_ids[place + 1 :]:
+                    counts[undone] += 1
                 raise InvariantError(f"block {block_id} was given back more often than it was taken")
-        for block_id in block_ids:
-            counts[block_id] -= 1
-        # Deepest first, so that a sequence's first blocks come out on top. A block may stand here twice and reach none once.
-        freed = [block_id for block_id in reversed(block_ids) if counts[block_id] == 0]
-        self._free.extend(freed if len(set(freed)) == len(freed) else dict.fromkeys(freed))
+            counts[block_id] = left
+            if left == 0:
+                freed.append(block_id)
+        for block_id in freed:
+            if block_id in self._index:
+                self._cached[block_id] = None
+            else:
+                self._free.append(block_id)
+
+    def forget(self, block_id: int) -> None:
+        """Drop a block's name, and the block itself to the free ones where it was kept for its name only."""
+        self._index.forget(block_id, remember=False)
+        if block_id in self._cached:
+            del self._cached[block_id]
+            self._free.append(block_id)
+
+    def forget_all(self) -> int:
+        """Drop every name; returns how many blocks were kept for theirs only."""
+        dropped = len(self._cached)
+        self._index.clear()
+        self._free.extend(self._cached)
+        self._cached.clear()
+        return dropped
+
+    def grow(self, total: int) -> None:
+        """Add blocks, to be taken after those there are."""
+        added = range(self.total, min(total, self.ceiling))
+        self._free[:0] = reversed(added)
+        self._counts += [0] * len(added)
+        self.total += len(added)
+
+    def num_live_above(self, total: int) -> int:
+        """Used and cached blocks that would have to move for the pool to have `total`."""
+        return self.total - total - sum(block_id >= total for block_id in self._free)
+
+    def compact(self, total: int) -> dict[int, int]:
+        """Shrink to `total` blocks; returns {source: target} for the live blocks that must move down.
+
+        Raises InvariantError, changing nothing, where more blocks are live.
+        """
+        if not self.total - len(self._free) <= total <= self.total:
+            raise InvariantError(f"{self.total - len(self._free)} of {self.total} blocks are live, and are to fit in {total}")
+        free = sorted(self._free)
+        live_above = sorted(set(range(total, self.total)).difference(free))
+        moves = dict(zip(live_above, free, strict=False))
+        for source, target in moves.items():
+            self._counts[target] = self._counts[source]
+            self._index.move(source, target)
+        self._cached = OrderedDict.fromkeys(moves.get(block_id, block_id) for block_id in self._cached)
+        self._free = [block_id for block_id in reversed(free[len(moves) :]) if block_id < total]
+        del self._counts[total:]
+        self.total = total
+        return moves
+
+    def _evict(self, number: int) -> None:
+        if number > len(self._cached):
+            raise InvariantError(f"{number} more blocks were taken than are free, and {len(self._cached)} are cached")
+        for _ in range(number):
+            block_id, _ = self._cached.popitem(last=False)
+            self._index.forget(block_id)
+            self._free.append(block_id)
+        self.num_evicted += number
 
     def check(self) -> None:
         """Audit the books. Raises InvariantError."""
         free = set(self._free)
         if len(free) != len(self._free):
             raise InvariantError("a block stands in the free list twice")
-        if not free <= set(range(self.total)):
-            raise InvariantError("the free list names a block that does not exist")
+        if not free <= set(range(self.total)) or not self._cached.keys() <= set(range(self.total)):
+            raise InvariantError("the free list, or the cache, names a block that does not exist")
+        if len(self._counts) != self.total or self.total > self.ceiling:
+            raise InvariantError(f"{len(self._counts)} counts for {self.total} blocks of at most {self.ceiling}")
         for block_id, count in enumerate(self._counts):
-            if count < 0 or (count == 0) != (block_id in free):
-                raise InvariantError(f"block {block_id} is named {count} times and is {'' if block_id in free else 'not '}free")
+            states = (block_id in free) + (block_id in self._cached) + (count > 0)
+            if count < 0 or states != 1:
+                raise InvariantError(
+                    f"block {block_id} is named {count} times, is {'' if block_id in free else 'not '}free "
+                    f"and {'' if block_id in self._cached else 'not '}cached"
+                )
+            if (block_id in self._cached) > (block_id in self._index) or (block_id in free and block_id in self._index):
+                raise InvariantError(f"block {block_id} is cached without a name, or free with one")
+        seen = set()
+        for block_id in self._cached:
+            node = self._index.node(block_id)
+            assert node is not None
+            if node.parent is not None and node.parent.block_id in seen:
+                raise InvariantError(f"block {block_id} would be evicted after its parent {node.parent.block_id}")
+            seen.add(block_id)
 
-    def bytes(self) -> int:
+    def num_bytes(self) -> int:
         """Memory of the books themselves."""
-        return sys.getsizeof(self._free) + sys.getsizeof(self._counts) + INT_BYTES * self.total
+        return sys.getsizeof(self._free) + sys.getsizeof(self._counts) + sys.getsizeof(self._cached) + INT_BYTES * self.total
 
 
 INT_BYTES = sys.getsizeof(2**20)
-"""Every block id is one int object, shared by free list and tables."""
+"""Every block id is one int object, shared by free list, tables and index."""

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
-from octavo.outputs import FinishReason
+from octavo.outputs import Event, FinishReason
 from octavo.plan import Assignment
 from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.core.kv_manager import BlockTable
+
+Rank = tuple[float, int, int]
+"""What the policy says, then the order of arrival, then the choice: no two sequences have the same."""
 
 
 class Status(enum.Enum):
@@ -29,9 +36,25 @@ class Request:
 
     max_length: tokens, prompt included, at which every answer ends; never more than the longest sequence the engine holds.
     deadline: when the request times out, on the clock that `Scheduler.schedule` is given; None for never.
+    scope: adapter and cache salt, where there is one; prefixes are shared within it.
+    events: what was done with the request and why, oldest first.
     """
 
-    __slots__ = ("arrival", "deadline", "eos_token_ids", "max_length", "params", "prompt_token_ids", "request_id", "seed", "sequences")
+    __slots__ = (
+        "adapter",
+        "arrival",
+        "deadline",
+        "ends",
+        "eos_token_ids",
+        "events",
+        "max_length",
+        "params",
+        "prompt_token_ids",
+        "request_id",
+        "scope",
+        "seed",
+        "sequences",
+    )
 
     def __init__(
         self,
@@ -44,6 +67,7 @@ class Request:
         deadline: float | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         seed: int = 0,
+        adapter: str | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
@@ -52,7 +76,11 @@ class Request:
         self.max_length = max_length
         self.deadline = deadline
         self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self.ends = self.eos_token_ids | frozenset(params.stop_token_ids)
         self.seed = seed
+        self.adapter = adapter
+        self.scope = None if adapter is None and params.cache_salt is None else (adapter, params.cache_salt)
+        self.events: list[Event] = []
         self.sequences = [Sequence(self, choice) for choice in range(params.n)]
 
     @property
@@ -67,7 +95,13 @@ class Sequence:
     num_computed: tokens whose keys and values a result has confirmed.
     num_scheduled: num_computed and the tokens of plans in flight.
     num_pending: samples that plans in flight will bring.
+    num_scored: leading positions whose prompt logprobs have been reported.
+    num_cached: prompt tokens that were shared when it was first admitted; None until then.
     residency: raised whenever the slot is given up, so that a late result can be told from a current one.
+    rank: its place in the policy's order; lower goes first.
+    table: its block table, while it runs. swapped: its blocks of the host tier, holding num_swapped tokens, while it is swapped out.
+    followers: the request's other answers, which wait for this one to compute the prompt. leads: it has some, or scores the prompt.
+    wait: why it waits, as a word.
 
     num_computed <= num_scheduled <= len(tokens) + num_pending, always.
     """
@@ -76,39 +110,57 @@ class Sequence:
         "choice",
         "error",
         "finish_reason",
+        "followers",
+        "leads",
+        "num_cached",
         "num_computed",
         "num_pending",
         "num_preemptions",
+        "num_prompt",
         "num_scheduled",
+        "num_scored",
+        "num_swapped",
+        "rank",
         "request",
         "residency",
+        "scores_prompt",
         "slot",
         "status",
         "stop_reason",
+        "swapped",
+        "table",
         "tokens",
+        "wait",
     )
 
     def __init__(self, request: Request, choice: int) -> None:
         self.request = request
         self.choice = choice
         self.tokens = list(request.prompt_token_ids)
+        self.num_prompt = len(self.tokens)
         self.status = Status.WAITING
         self.slot: int | None = None
+        self.table: BlockTable | None = None
+        self.swapped: list[int] = []
+        self.num_swapped = 0
         self.num_computed = 0
         self.num_scheduled = 0
         self.num_pending = 0
+        self.num_scored = 0
         self.num_preemptions = 0
+        self.num_cached: int | None = None
+        self.scores_prompt = choice == 0 and request.params.prompt_logprobs is not None
         self.residency = 0
+        self.rank: Rank = (0.0, 0, choice)
+        self.followers: list[Sequence] = []
+        self.leads = False
+        self.wait = ""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
         self.error: str | None = None
 
     def __repr__(self) -> str:
         return f"Sequence({self.request.request_id}/{self.choice}, {self.status.value}, {self.num_computed}/{len(self.tokens)})"
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_token_ids)
 
     @property
     def finished(self) -> bool:
@@ -124,17 +176,13 @@ class Sequence:
         ahead = len(self.tokens) + self.num_pending
         return ahead - self.num_scheduled if ahead < self.request.max_length else max(0, len(self.tokens) - self.num_scheduled)
 
-    @property
-    def decoding(self) -> bool:
-        """Whether one generated token is all that is left to compute."""
-        return self.num_scheduled >= self.num_prompt and len(self.tokens) + self.num_pending - self.num_scheduled <= 1
-
     def run(self, slot: int) -> None:
         self._enter(Status.RUNNING)
         self.slot = slot
+        self.wait = ""
 
     def preempt(self) -> None:
-        """Give up everything but the known tokens. Results in flight are void; draws repeat, so nothing is lost."""
+        """Give up the slot and what was computed, save for what is swapped out. Results in flight are void; draws repeat."""
         self._enter(Status.PREEMPTED)
         self._leave_slot()
         self.num_preemptions += 1
@@ -144,23 +192,24 @@ class Sequence:
         self._leave_slot()
         self.finish_reason, self.error = reason, error
 
-    def append(self, token_id: int) -> FinishReason | None:
-        """Add a sampled token; returns why it must be the last, if it must."""
-        self.tokens.append(token_id)
-        if token_id in self.request.eos_token_ids:
-            return "stop"
-        if token_id in self.request.params.stop_token_ids:
-            self.stop_reason = token_id
-            return "stop"
-        return "length" if len(self.tokens) >= self.request.max_length else None
+    def note_end(self) -> FinishReason:
+        """Why the token added last is the last one."""
+        last = self.tokens[-1]
+        if last not in self.request.ends:
+            return "length"
+        if last not in self.request.eos_token_ids:
+            self.stop_reason = last
+        return "stop"
 
-    def assignment(self) -> Assignment:
+    def assignment(self, fork_source: int | None = None) -> Assignment:
         return Assignment(
             params=self.request.params,
             seed=self.request.seed,
             history=list(self.tokens),
             prompt_length=self.num_prompt,
             choice=self.choice,
+            adapter=self.request.adapter,
+            fork_source=fork_source,
         )
 
     def _enter(self, status: Status) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,24 +13,28 @@ from dataclasses import dataclass
 from octavo.config import EngineConfig
 from octavo.core.request import Request
 from octavo.core.scheduler import Change, Scheduler
-from octavo.core.stats import Stats
-from octavo.errors import InvalidValueError, PromptTooLongError, shown
+from octavo.core.stats import CompactionReport, Record, Stats
+from octavo.errors import EngineError, InvalidValueError, PromptTooLongError, shown
 from octavo.executor.base import Executor
-from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from octavo.plan import Logprob as RankedToken
+from octavo.plan import StepPlan
 from octavo.sampling_params import SamplingParams
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.tokenizer import Tokenizer
 
 Prompt = str | list[int] | dict[str, list[int]]
 
+logger = logging.getLogger("octavo")
+
 
 @dataclass(slots=True)
 class _Live:
-    """A request's output as it grows."""
+    """A request's output as it grows; a detokenizer for each answer."""
 
     request: Request
     output: RequestOutput
-    detokenizer: Detokenizer
+    detokenizers: list[Detokenizer]
 
 
 class Engine:
@@ -44,7 +50,6 @@ class Engine:
         tokenizer: Tokenizer,
         *,
         eos_token_ids: frozenset[int] = frozenset(),
-        check_invariants: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -52,22 +57,28 @@ class Engine:
         self.tokenizer = tokenizer
         self.capacity = executor.capacity
         self._eos_token_ids = eos_token_ids
-        self._check_invariants = check_invariants
+        self._check_invariants = config.memory.check_invariants
         self._clock = clock
         self._numbers = itertools.count()
         self._live: dict[str, _Live] = {}
-        self._seconds = {"schedule": 0.0, "forward": 0.0, "step": 0.0}
+        self._seconds = {"schedule": 0.0, "forward": 0.0, "check": 0.0, "step": 0.0}
+        self._said_refusal = False
+        self._changes: list[Change] = []
         self.scheduler = Scheduler(
             num_blocks=self.capacity.num_blocks,
+            committed_blocks=self.capacity.committed_blocks,
             block_size=self.capacity.block_size,
+            block_bytes=self.capacity.block_bytes,
             max_batch_size=config.scheduler.max_batch_size,
             prefill_chunk_size=config.scheduler.prefill_chunk_size,
             policy=config.scheduler.policy,
+            prefix_caching=config.memory.prefix_caching,
+            swap_blocks=self.capacity.swap_blocks,
         )
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._changes)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """A prompt in any of its forms -> (its text if it has one, its ids). Raises InvalidValueError for what can never run."""
@@ -97,6 +108,8 @@ class Engine:
         for token_id in params.stop_token_ids:
             if token_id >= self.capacity.vocab_size:
                 raise InvalidValueError(f"stop_token_ids: {token_id}; allowed: 0 to {self.capacity.vocab_size - 1}")
+        if (params.prompt_logprobs or 0) > self.capacity.vocab_size:
+            raise InvalidValueError(f"prompt_logprobs: {params.prompt_logprobs}; the vocabulary has {self.capacity.vocab_size} tokens")
 
     def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> str:
         """Queue a request; returns its id. Raises InvalidValueError, queueing nothing, for what can never run."""
@@ -122,8 +135,11 @@ class Engine:
         )
         self.scheduler.add(request)
         outputs = [CompletionOutput(sequence.choice, "", []) for sequence in request.sequences]
-        output = RequestOutput(request.request_id, text, ids, outputs, False, RequestMetrics(now))
-        self._live[request.request_id] = _Live(request, output, Detokenizer(self.tokenizer, ids, params.skip_special_tokens))
+        metrics = RequestMetrics(now, events=request.events)
+        scores: list[dict[int, Logprob] | None] | None = None if params.prompt_logprobs is None else [None]
+        output = RequestOutput(request.request_id, text, ids, outputs, False, metrics, prompt_logprobs=scores)
+        detokenizers = [Detokenizer(self.tokenizer, ids, params.skip_special_tokens) for _ in outputs]
+        self._live[request.request_id] = _Live(request, output, detokenizers)
         return request.request_id
 
     def abort(self, request_id: str) -> bool:
@@ -136,36 +152,68 @@ class Engine:
         self._live.pop(request_id, None)
         if not self._live:
             self.scheduler.take_changes()
+            self._changes.clear()
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns the requests that gained text or ended, each output valid until its request's next."""
+        """Run one step; returns the requests that gained text or ended. Deltas grow until `mark_read`."""
         began = time.perf_counter()
         plan = self.scheduler.schedule(self._clock())
-        planned = time.perf_counter()
-        if plan is None:
-            changes = self.scheduler.take_changes()
-        else:
-            try:
-                result = self.executor.execute(plan)
-            except Exception as error:
-                # What a request holds must never stop the engine: the step's requests end, the others go on.
-                self.scheduler.fail(plan.step, f"{type(error).__name__}: {error}")
-                changes = self.scheduler.take_changes()
-            except BaseException as error:
-                self.scheduler.fail(plan.step, type(error).__name__)
-                raise
-            else:
-                self._seconds["forward"] += result.forward_seconds
-                changes = self.scheduler.update(result)
-        if self._check_invariants:
-            self.scheduler.check()
-        outputs = [output for change in changes if (output := self._apply(change)) is not None]
-        self._seconds["schedule"] += planned - began
+        self._seconds["schedule"] += time.perf_counter() - began
+        changes, self._changes = self._changes, []
+        changes += self.scheduler.take_changes() if plan is None else self._execute(plan)
+        outputs = {output.request_id: output for change in changes if (output := self._apply(change)) is not None}
         self._seconds["step"] += time.perf_counter() - began
-        return outputs
+        return list(outputs.values())
+
+    def compact(self) -> CompactionReport | None:
+        """Move live blocks down and give the pool's tail back to the system, whoever is running; None where nothing can be given back."""
+        return self._compact(self.scheduler.compact(self._clock()))
+
+    def rest(self) -> CompactionReport | None:
+        """To be called when there is nothing to do: gives back memory that was not needed lately, where that is worth the copying."""
+        return self._compact(self.scheduler.rest(self._clock()))
 
     def stats(self) -> Stats:
-        return self.scheduler.stats(self.capacity.kv_bytes, self.executor.mapping_bytes(), self._seconds)
+        return self.scheduler.stats(self.executor.mapping_bytes(), self._seconds)
+
+    def record(self) -> Record:
+        """What `octavo advise` reads: the figures, and how they went."""
+        return self.scheduler.record(self.capacity.longest, self.stats())
+
+    def _compact(self, plan: StepPlan | None) -> CompactionReport | None:
+        if plan is None:
+            return None
+        began = time.perf_counter()
+        self._changes += self._execute(plan)
+        if (plan := self.scheduler.settle()) is not None:
+            self._changes += self._execute(plan)
+        report = self.scheduler.compaction
+        if report is None:
+            raise EngineError("a compaction left no report")
+        return dataclasses.replace(report, seconds=time.perf_counter() - began)
+
+    def _execute(self, plan: StepPlan) -> list[Change]:
+        """Carry out a plan; returns what changed since the last one."""
+        try:
+            result = self.executor.execute(plan)
+        except Exception as error:
+            # What a request holds must never stop the engine: the step's requests end, the others go on.
+            self.scheduler.fail(plan.step, f"{type(error).__name__}: {error}")
+            changes = self.scheduler.take_changes()
+        except BaseException as error:
+            self.scheduler.fail(plan.step, type(error).__name__)
+            raise
+        else:
+            self._seconds["forward"] += result.forward_seconds
+            changes = self.scheduler.update(result)
+        if self.scheduler.growth_refused is not None and not self._said_refusal:
+            self._said_refusal = True
+            logger.warning("the KV pool stays at %d blocks: %s", self.scheduler.kv.pool.total, self.scheduler.growth_refused)
+        if self._check_invariants:
+            began = time.perf_counter()
+            self.scheduler.check()
+            self._seconds["check"] += time.perf_counter() - began
+        return changes
 
     def _apply(self, change: Change) -> RequestOutput | None:
         sequence = change.sequence
@@ -173,27 +221,34 @@ class Engine:
         if live is None or live.request is not sequence.request:  # its caller has gone, and may have used the id again
             return None
         output, now = live.output, self._clock()
-        completion = output.outputs[sequence.choice]
+        completion, detokenizer = output.outputs[sequence.choice], live.detokenizers[sequence.choice]
+        if change.prompt_logprobs and output.prompt_logprobs is not None:
+            output.prompt_logprobs += [self._readable(tokens) for tokens in change.prompt_logprobs]
         if change.token_ids and output.metrics.first_token is None:
             output.metrics.first_token = now
         completion.token_ids += change.token_ids
         # A stop id belongs to the tokens and not to the text.
         spoken = change.token_ids[:-1] if sequence.finish_reason == "stop" else change.token_ids
-        output.delta = live.detokenizer.push(spoken)
+        delta = detokenizer.push(spoken)
         if sequence.finished:
-            output.delta += live.detokenizer.finish()
+            delta += detokenizer.finish()
             completion.finish_reason, completion.stop_reason, completion.error = (
                 sequence.finish_reason,
                 sequence.stop_reason,
                 sequence.error,
             )
-        completion.text += output.delta
-        output.metrics.preemptions = sequence.num_preemptions
-        if live.request.finished:
+        completion.text += delta
+        completion.delta += delta
+        output.num_cached_tokens = live.request.sequences[0].num_cached
+        output.metrics.preemptions = sum(one.num_preemptions for one in live.request.sequences)
+        if all(answer.finish_reason for answer in output.outputs):
             output.finished = True
             output.metrics.finished = now
             del self._live[output.request_id]
         return output
+
+    def _readable(self, tokens: list[RankedToken]) -> dict[int, Logprob]:
+        return {one.token_id: Logprob(one.logprob, one.rank, self.tokenizer.decode([one.token_id])) for one in tokens}
 
 
 def _seed(engine_seed: int, number: int) -> int:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo.advice import Advice, advise
 from octavo.config import EngineConfig
-from octavo.core.stats import Stats
+from octavo.core.stats import CompactionReport, Record, Stats
 from octavo.engine.engine import Engine, Prompt
 from octavo.errors import CheckpointError, EngineError, InvalidValueError, shown
 from octavo.outputs import RequestOutput
@@ -23,7 +24,6 @@ class LLM:
 
     model: an alias, a hub id, a folder or a .gguf file. config: a YAML file or its parsed sections. settings: any setting of
     the configuration by name. on_tensor: called while loading with (tensors taken, tensors in the checkpoint).
-    check_invariants: audit the books after every step.
 
     Raises ModelNotFoundError, CheckpointError, ConfigError. Use from one thread; `close()` or leave the context to free the memory.
     """
@@ -35,7 +35,6 @@ class LLM:
         *,
         revision: str | None = None,
         on_tensor: Callable[[int, int], None] | None = None,
-        check_invariants: bool = False,
         **settings: Any,
     ) -> None:
         if isinstance(config, EngineConfig):
@@ -56,13 +55,12 @@ class LLM:
             executor = InlineExecutor(checkpoint, self.config, on_tensor)
         finally:
             checkpoint.close()
-        self._unread: dict[str, tuple[RequestOutput, str]] = {}
+        self._unread: dict[str, RequestOutput] = {}
         self._engine: Engine | None = Engine(
             self.config,
             executor,
             self.tokenizer,
             eos_token_ids=frozenset([*self.tokenizer.eos_token_ids, *ends]),
-            check_invariants=check_invariants,
         )
 
     @property
@@ -102,13 +100,14 @@ class LLM:
             mine = set(ids)
             while len(done) < len(ids):
                 for request_id in self._run(mine):
-                    output = self._take(request_id)
+                    output = self._unread.pop(request_id)
                     if output.finished:
                         done[request_id] = output
                         if on_progress is not None:
                             on_progress(output)
         finally:
             self._drop(request_id for request_id in ids if request_id not in done)
+        self._rest()
         return [done[request_id] for request_id in ids]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
@@ -128,9 +127,12 @@ class LLM:
         try:
             while not finished:
                 for _ in self._run({request_id}):
-                    output = self._take(request_id)
+                    output = self._unread.pop(request_id)
                     finished = output.finished
+                    if finished:
+                        self._rest()
                     yield output
+                    output.mark_read()
         finally:
             if not finished:
                 self._drop([request_id])
@@ -138,16 +140,13 @@ class LLM:
     def _run(self, wanted: set[str]) -> list[str]:
         """Those of the wanted requests that have news, after a step where none had any yet."""
         if self._unread.keys().isdisjoint(wanted):
-            for output in self.engine.step():
-                _, before = self._unread.get(output.request_id, (None, ""))
-                self._unread[output.request_id] = (output, before + output.delta)
+            self._unread.update((output.request_id, output) for output in self.engine.step())
         return [request_id for request_id in self._unread if request_id in wanted]
 
-    def _take(self, request_id: str) -> RequestOutput:
-        """The output as it stands now, its delta being all that was added since it was last taken."""
-        output, delta = self._unread.pop(request_id)
-        output.delta = delta
-        return output
+    def _rest(self) -> None:
+        """Between calls there is time to give memory back."""
+        if self._engine is not None and not self._engine.has_work:
+            self._engine.rest()
 
     def chat(
         self,
@@ -172,6 +171,25 @@ class LLM:
 
     def stats(self) -> Stats:
         return self.engine.stats()
+
+    def record(self) -> Record:
+        """Settings, figures and how they went over time, as `octavo advise` reads them."""
+        return self.engine.record()
+
+    def advise(self) -> list[Advice]:
+        """What to change about KV memory, and why, from the figures of this engine."""
+        return advise(self.record())
+
+    def compact(self) -> CompactionReport | None:
+        """Move live blocks down and give the rest of the pool back to the system, also while streams run; output is not affected.
+
+        Returns what was moved and given back, None where nothing can be. Cached prefixes are live; `reset_prefix_cache` drops them.
+        """
+        return self.engine.compact()
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all prefixes; returns how many blocks were kept for them."""
+        return self.engine.scheduler.reset_prefix_cache()
 
     def check_integrity(self) -> None:
         """Audit every invariant of the books. Raises InvariantError."""

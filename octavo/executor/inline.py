@@ -26,4 +26,6 @@ class InlineExecutor(Executor):
         return self._runner.mapping_bytes() if self._runner else 0
 
     def close(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
         self._runner = None

@@ -8,7 +8,20 @@ from collections.abc import Callable
 
 from octavo.errors import EngineError
 from octavo.executor.base import Executor
-from octavo.plan import HOLE, MAX_IN_FLIGHT, Assignment, Capacity, Row, RowResult, StepPlan, StepResult, TableUpdate, Tier
+from octavo.plan import (
+    HOLE,
+    MAX_IN_FLIGHT,
+    Assignment,
+    BlockCopy,
+    Capacity,
+    Logprob,
+    Row,
+    RowResult,
+    StepPlan,
+    StepResult,
+    TableUpdate,
+    Tier,
+)
 
 NextToken = Callable[[Assignment, list[int]], int]
 """(what was asked, every token so far) -> the next one. The output position is len(tokens) - assignment.prompt_length."""
@@ -64,6 +77,7 @@ class SimulatedExecutor(Executor):
     next_token: by default a function of (seed, choice, output position).
     row_error: names what goes wrong with a row, None for nothing. step_error: what a step raises, None for nothing.
     seconds_per_step, seconds_per_token: a step's simulated duration; `clock`, where given, advances by it.
+    commit_limit: blocks at which the pool's growth is refused. commits_per_step: blocks it grows by beside a step that has rows.
     verify: False answers without checks, for measuring the scheduler alone.
 
     `execute` runs one plan; `submit` and `collect` keep two in flight. Raises ContractError where a plan breaks its
@@ -80,6 +94,8 @@ class SimulatedExecutor(Executor):
         seconds_per_step: float = 0.0,
         seconds_per_token: float = 0.0,
         clock: SimulatedClock | None = None,
+        commit_limit: int | None = None,
+        commits_per_step: int | None = None,
         verify: bool = True,
     ) -> None:
         self.capacity = capacity or simulated_capacity()
@@ -89,7 +105,10 @@ class SimulatedExecutor(Executor):
         self.seconds_per_step = seconds_per_step
         self.seconds_per_token = seconds_per_token
         self.clock = clock
+        self.commit_limit = commit_limit
+        self.commits_per_step = commits_per_step
         self.verify = verify
+        self.committed = self.capacity.committed_blocks
         self.breaches: list[str] = []
         self._slots: dict[int, _Slot] = {}
         self._holders: dict[tuple[int, int], set[int]] = {}
@@ -159,18 +178,16 @@ class SimulatedExecutor(Executor):
     def _prepare(self, plan: StepPlan) -> None:
         """Slots, tables and blocks as they stand when the forward pass begins."""
         self._require(
-            plan.pool_blocks <= self.capacity.num_blocks, f"{plan.pool_blocks} blocks are committed and {self.capacity.num_blocks} exist"
+            plan.pool_blocks <= self.capacity.num_blocks, f"{plan.pool_blocks} blocks are wanted and {self.capacity.num_blocks} exist"
         )
         for number in plan.released:
             self._require(number in self._slots, f"slot {number} is released and was not assigned")
             self._release(number)
+        self._resize(plan)
         for copy in plan.copies:
-            source = self._contents.get((copy.group, copy.source_tier, copy.source))
-            self._require(source is not None, f"block {copy.source} is copied and holds nothing")
-            self._contents[copy.group, copy.target_tier, copy.target] = list(source or [])
+            self._copy(copy)
         numbers = [row.slot for row in plan.rows]
         self._require(len(set(numbers)) == len(numbers), f"a slot has two rows: {numbers}")
-        self._require(bool(numbers), "a plan without rows")
         for row in plan.rows:
             if row.assign is not None:
                 self._assign(row, row.assign)
@@ -180,11 +197,29 @@ class SimulatedExecutor(Executor):
             slot.history += row.token_ids
             for group, update in enumerate(row.tables):
                 if update is not None:
-                    self._update_table(row.slot, group, update, plan.pool_blocks)
+                    self._update_table(row.slot, group, update)
         if self.verify:
             # Only now does every slot hold what it will hold while the rows run.
             for row in plan.rows:
-                self._verify_row(row)
+                self._verify_row(row, set(numbers))
+
+    def _resize(self, plan: StepPlan) -> None:
+        wanted = plan.pool_blocks
+        if wanted < self.committed:
+            for place in [place for place in self._contents if place[1] is Tier.DEVICE and place[2] >= wanted]:
+                del self._contents[place]
+            self.committed = wanted
+        pace = self.commits_per_step if self.commits_per_step is not None and plan.rows else wanted
+        limit = wanted if self.commit_limit is None else self.commit_limit
+        self.committed = max(self.committed, min(wanted, limit, self.committed + pace))
+
+    def _copy(self, copy: BlockCopy) -> None:
+        for tier, block_id in ((copy.source_tier, copy.source), (copy.target_tier, copy.target)):
+            there = self.committed if tier is Tier.DEVICE else self.capacity.swap_blocks
+            self._require(0 <= block_id < there, f"a copy names block {block_id} of {there} in tier {tier}")
+        source = self._contents.get((copy.group, copy.source_tier, copy.source))
+        self._require(source is not None, f"block {copy.source} is copied and holds nothing")
+        self._contents[copy.group, copy.target_tier, copy.target] = list(source or [])
 
     def _assign(self, row: Row, assignment: Assignment) -> None:
         self._require(row.slot not in self._slots, f"slot {row.slot} is assigned anew and was not released")
@@ -202,14 +237,15 @@ class SimulatedExecutor(Executor):
             for block_id in table:
                 self._holders.get((group, block_id), set()).discard(number)
 
-    def _update_table(self, number: int, group: int, update: TableUpdate, pool_blocks: int) -> None:
+    def _update_table(self, number: int, group: int, update: TableUpdate) -> None:
         tables = self._slots[number].group_tables
         while len(tables) <= group:
             tables.append([])
         table = tables[group]
         self._require(0 <= update.start <= len(table), f"slot {number}'s table of {len(table)} blocks changes from {update.start} on")
         for block_id in update.block_ids:
-            self._require(block_id == HOLE or 0 <= block_id < pool_blocks, f"slot {number} names block {block_id} of {pool_blocks}")
+            there = block_id == HOLE or 0 <= block_id < self.committed
+            self._require(there, f"slot {number} names block {block_id} of {self.committed}")
         if self.verify:
             for block_id in table[update.start :]:
                 self._holders[group, block_id].discard(number)
@@ -217,7 +253,7 @@ class SimulatedExecutor(Executor):
                 self._holders.setdefault((group, block_id), set()).add(number)
         table[update.start :] = update.block_ids
 
-    def _verify_row(self, row: Row) -> None:
+    def _verify_row(self, row: Row, planned: set[int]) -> None:
         slot, end, name = self._slots[row.slot], row.start + row.count, f"slot {row.slot}"
         known, drafts = len(slot.history), len(row.draft_ids)
         self._require(row.count > 0, f"{name} has a row of {row.count} tokens")
@@ -229,7 +265,7 @@ class SimulatedExecutor(Executor):
             pending = sum(row.start <= place < end for place in slot.unreported)
             self._require(row.pending == pending, f"{name} has {pending} unreported samples and its row says {row.pending}")
             wanted = drafts + 1 if end == known + drafts else 0
-            scores_prompt = slot.assignment.params.prompt_logprobs is not None and wanted <= row.num_logits <= row.count
+            scores_prompt = _scores_prompt(slot.assignment) and wanted <= row.num_logits <= row.count
             self._require(row.num_logits == wanted or scores_prompt, f"{name} needs {wanted} logits and asks for {row.num_logits}")
         block_size = self.capacity.block_size
         self._require(bool(slot.group_tables), f"{name} has no block table")
@@ -237,7 +273,8 @@ class SimulatedExecutor(Executor):
             self._require(end <= len(table) * block_size, f"{name} computes up to {end} and has {len(table)} blocks of {block_size}")
             for block_id in table[row.start // block_size : (end - 1) // block_size + 1]:
                 self._require(block_id != HOLE, f"{name} writes into a hole")
-                others = self._holders[group, block_id] - {row.slot}
+                # A slot without a row may hold a table that its next row will change; what it then reads is compared.
+                others = (self._holders[group, block_id] & planned) - {row.slot}
                 self._require(not others, f"{name} writes block {block_id}, which slots {sorted(others)} hold")
 
     def _run(self, plan: StepPlan) -> StepResult:
@@ -246,7 +283,14 @@ class SimulatedExecutor(Executor):
         if self.clock is not None:
             self.clock.advance(seconds)
         rows = [self._run_row(row, self._slots[row.slot]) for row in plan.rows]
-        return StepResult(step=plan.step, rows=rows, committed_blocks=plan.pool_blocks, forward_seconds=seconds)
+        refused = plan.pool_blocks > self.committed == self.commit_limit
+        return StepResult(
+            step=plan.step,
+            rows=rows,
+            committed_blocks=self.committed,
+            growth_refused=f"{plan.pool_blocks} blocks are wanted and memory is there for {self.commit_limit}" if refused else None,
+            forward_seconds=seconds,
+        )
 
     def _run_row(self, row: Row, slot: _Slot) -> RowResult:
         slot.lost = slot.lost or self.row_error(row, slot.assignment)
@@ -254,6 +298,10 @@ class SimulatedExecutor(Executor):
             return RowResult(slot=row.slot, error=slot.lost)
         end = slot.computed = row.start + row.count
         accepted: list[int] = []
+        scored = None
+        if _scores_prompt(slot.assignment):
+            targets = range(end - row.num_logits + 1, min(end + 1, slot.assignment.prompt_length))
+            scored = [[Logprob(slot.history[place], -float(place), 1)] for place in targets] or None
         if row.num_logits and end >= len(slot.history):
             for draft in [*row.draft_ids, None]:
                 token_id = self.next_token(slot.assignment, slot.history)
@@ -265,7 +313,7 @@ class SimulatedExecutor(Executor):
             slot.computed = len(slot.history) - 1
         if self.verify:
             self._read_and_write(row, slot)
-        return RowResult(slot=row.slot, token_ids=accepted)
+        return RowResult(slot=row.slot, token_ids=accepted, prompt_logprobs=scored)
 
     def _read_and_write(self, row: Row, slot: _Slot) -> None:
         """Every block read must hold this sequence's tokens, whoever computed them; then the row's own are stored."""
@@ -284,6 +332,10 @@ class SimulatedExecutor(Executor):
                 block[filled : filled + len(fresh)] = fresh
 
 
+def _scores_prompt(assignment: Assignment) -> bool:
+    return assignment.params.prompt_logprobs is not None and assignment.choice == 0
+
+
 def hashed_token(seed: int, choice: int, position: int, vocab_size: int) -> int:
     """The token that a simulated worker draws by default."""
     return _mix(_mix(_mix(seed & _MASK) ^ choice) ^ position) % vocab_size
@@ -297,13 +349,22 @@ def _mix(state: int) -> int:
 
 
 def simulated_capacity(
-    num_blocks: int = 64, block_size: int = 16, *, longest: int | None = None, vocab_size: int = 256, block_bytes: int = 1024
+    num_blocks: int = 64,
+    block_size: int = 16,
+    *,
+    committed_blocks: int | None = None,
+    swap_blocks: int = 0,
+    longest: int | None = None,
+    vocab_size: int = 256,
+    block_bytes: int = 1024,
 ) -> Capacity:
-    """A worker's capacity, bound by its pool unless `longest` is given."""
+    """A worker's capacity, bound by its pool unless `longest` is given; all of it committed unless said."""
     return Capacity(
         num_blocks=num_blocks,
+        committed_blocks=num_blocks if committed_blocks is None else committed_blocks,
         block_size=block_size,
-        kv_bytes=num_blocks * block_bytes,
+        block_bytes=block_bytes,
+        swap_blocks=swap_blocks,
         longest=num_blocks * block_size if longest is None else longest,
         bound_by="the KV pool" if longest is None else "the model's context",
         vocab_size=vocab_size,

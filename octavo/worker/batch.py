@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,52 +16,61 @@ from octavo.plan import Assignment, Row
 class Slot:
     """What the worker holds of a running sequence. `history` grows by its own samples; `table` is the block table."""
 
-    __slots__ = ("assignment", "history", "table")
+    __slots__ = ("_entries", "assignment", "history", "table")
 
     def __init__(self, assignment: Assignment) -> None:
         self.assignment = assignment
         self.history = list(assignment.history)
-        self.table = np.empty(0, dtype=np.int64)
+        self._entries = np.empty(0, dtype=np.int64)
+        self.table = self._entries
 
     def take(self, row: Row) -> None:
         """Bring the slot up to date with a row that is about to run."""
         self.history += row.token_ids
         for update in row.tables:
             if update is not None:
-                self.table = np.concatenate((self.table[: update.start], np.asarray(update.block_ids, dtype=np.int64)))
+                length = update.start + len(update.block_ids)
+                if length > len(self._entries):
+                    # Half as much again, so that a long table is not copied for each block it gains.
+                    self._entries = np.concatenate((self._entries, np.empty(length + length // 2 - len(self._entries), dtype=np.int64)))
+                self._entries[update.start : length] = update.block_ids
+                self.table = self._entries[:length]
+
+    def mapping_bytes(self) -> int:
+        return sys.getsizeof(self._entries) + sys.getsizeof(self.table)
 
 
 @dataclass
 class InputBatch:
-    """T tokens of all rows in plan order. logit_rows: the tokens that are given to the output head."""
+    """T tokens of all rows in plan order."""
 
     token_ids: Tensor
     positions: Tensor
-    logit_rows: Tensor
     attention: AttentionBatch
 
 
 def build(rows: list[Row], slots: dict[int, Slot], block_size: int, device: torch.device) -> InputBatch:
     token_ids: list[int] = []
-    positions, targets, logit_rows = [], [], []
-    for row in rows:
+    targets = []
+    counts, starts = [row.count for row in rows], [row.start for row in rows]
+    ends = np.cumsum(counts)
+    positions = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
+    for row, end in zip(rows, ends.tolist(), strict=True):
         slot = slots[row.slot]
         known = slot.history + row.draft_ids if row.draft_ids else slot.history
         token_ids += known[row.start : row.start + row.count]
-        at = np.arange(row.start, row.start + row.count)
-        positions.append(at)
-        targets.append(slot.table[at // block_size] * block_size + at % block_size)
-        logit_rows.append(np.arange(len(token_ids) - row.num_logits, len(token_ids)))
+        at = positions[end - row.count : end]
+        targets.append(slot.table[at // block_size])
 
-    def put(parts: list[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(device)
+    def put(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device)
 
     attention = AttentionBatch(
-        counts=[row.count for row in rows],
-        starts=[row.start for row in rows],
+        counts=counts,
+        starts=starts,
         tables=[slots[row.slot].table for row in rows],
-        slots=put(targets),
+        slots=put(np.concatenate(targets) * block_size + positions % block_size),
         block_size=block_size,
         prepared={},
     )
-    return InputBatch(torch.tensor(token_ids, device=device), put(positions), put(logit_rows), attention)
+    return InputBatch(torch.tensor(token_ids, device=device), put(positions), attention)

@@ -3,16 +3,29 @@
 region  [block 0 | block 1 | ...  ]
 block   [layer 0 | layer 1 | ...  ]
 layer   [keys | values], each [num_kv_heads, block_size, head_dim]
+
+On the CPU the region is address space for the ceiling, and its first `committed` blocks alone have memory; elsewhere all have.
+The host tier is a second region of the same shape.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import torch
 
+from octavo.errors import EngineError
 from octavo.ops.interface import LayerKV
 from octavo.plan import BlockCopy, Tier
+from octavo.worker import memory
+from octavo.worker.pages import Pages
+
+STEP_BYTES = 8 << 20
+"""Committed between two looks at what is available."""
+
+MIN_RESERVE = 64 << 20
+"""Memory that growth leaves to others, or 2% of what is available at start where that is more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,31 +39,125 @@ class BlockShape:
     dtype: torch.dtype
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim
+
+    @property
     def num_bytes(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
 
 
 class KVStore:
-    """`prealloc_blocks` are touched here and now; the system provides the rest at first use."""
+    """`num_blocks` at most, the first `prealloc_blocks` of them committed here and now, and a host tier of `swap_blocks`.
 
-    def __init__(self, shape: BlockShape, num_blocks: int, prealloc_blocks: int, device: torch.device) -> None:
-        sizes = (num_blocks, shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        self.region = torch.empty(sizes, dtype=shape.dtype, device=device)
-        self.region[:prealloc_blocks].zero_()
+    growth_refused: why growth stopped short, until the pool is no longer to be larger than it is.
+    """
+
+    def __init__(self, shape: BlockShape, num_blocks: int, prealloc_blocks: int, device: torch.device, swap_blocks: int = 0) -> None:
+        self.num_blocks = num_blocks
+        self.block_bytes = shape.num_bytes
+        self.committed = 0
+        self.growth_refused: str | None = None
+        self._reserve = max(MIN_RESERVE, memory.available_memory() // 50)
+        self._target = 0
+        self._grower: threading.Thread | None = None
+        sizes = (num_blocks, *shape.sizes)
+        self._pages = Pages(num_blocks * self.block_bytes) if device.type == "cpu" else None
+        if self._pages:
+            self.region = self._pages.tensor(sizes, shape.dtype)
+        else:
+            self.region = torch.empty(sizes, dtype=shape.dtype, device=device)
+            self.committed = num_blocks
         self.layers = [LayerKV(self.region, layer) for layer in range(shape.num_layers)]
 
-    @property
-    def num_bytes(self) -> int:
-        return self.region.nbytes
+        sizes = (swap_blocks, *shape.sizes)
+        if self._pages and swap_blocks:
+            host = Pages(swap_blocks * self.block_bytes).tensor(sizes, shape.dtype)
+        else:
+            host = torch.empty(sizes, dtype=shape.dtype, pin_memory=device.type == "cuda" and swap_blocks > 0)
+        self._tiers = {Tier.DEVICE: self.region, Tier.HOST: host}
+        self.grow(min(prealloc_blocks, num_blocks))
+        self.wait()
 
-    def copy(self, copies: list[BlockCopy]) -> int:
-        """Run copies in order; returns bytes moved."""
+    def resize(self, blocks: int) -> None:
+        """Bring the pool to `blocks`: growth begins beside the caller, shrinking is done on return."""
+        if blocks > self.num_blocks:
+            raise EngineError(f"a pool of {blocks} blocks is asked for and its ceiling is {self.num_blocks}")
+        if blocks > self.committed:
+            self.grow(blocks)
+        else:
+            self.growth_refused = None
+            self.shrink(blocks)
+
+    def grow(self, blocks: int) -> None:
+        """Begin to commit up to `blocks`, in steps, on a thread of its own; `committed` counts the steps done."""
+        self._target = blocks
+        if blocks > self.committed and not self.growth_refused and not (self._grower and self._grower.is_alive()):
+            self._grower = threading.Thread(target=self._commit, name="octavo-kv-growth", daemon=True)
+            self._grower.start()
+
+    def wait(self) -> None:
+        """Until growth has reached its target, or was refused."""
+        while self._grower:
+            self._grower.join()
+            self._grower = None
+            # The target may have risen just as the thread ended.
+            self.grow(self._target)
+
+    def shrink(self, blocks: int) -> None:
+        """Stop growing, and give the memory of the blocks from `blocks` on back. Nothing on devices where all is committed."""
+        self._target = blocks
+        if self._grower:
+            self._grower.join()
+            self._grower = None
+        if self._pages and blocks < self.committed:
+            self._pages.release(blocks * self.block_bytes, self.committed * self.block_bytes)
+            self.committed = blocks
+
+    def copy(self, copies: list[BlockCopy]) -> None:
+        """Run copies in order."""
         for copy in copies:
-            if copy.source_tier is not Tier.DEVICE or copy.target_tier is not Tier.DEVICE:
-                raise ValueError(f"there is no host tier to copy between: {copy}")
-            self.region[copy.target].copy_(self.region[copy.source])
-        return len(copies) * self.region[0].nbytes
+            self.check(copy.source_tier, copy.source)
+            self.check(copy.target_tier, copy.target)
+            # Merged runs would gain nothing: a block alone is copied at the memory's speed.
+            self._tiers[copy.target_tier][copy.target].copy_(self._tiers[copy.source_tier][copy.source])
+
+    def check(self, tier: Tier, block_id: int) -> None:
+        """Raises EngineError where the block has no memory."""
+        limit = self.committed if tier is Tier.DEVICE else len(self._tiers[tier])
+        if not 0 <= block_id < limit:
+            raise EngineError(f"a plan names {tier.name.lower()} block {block_id} of {limit}")
 
     def scrub(self, block_ids: list[int]) -> None:
         """Zero blocks that hold what must not be seen again, not even as a masked value."""
         self.region[block_ids] = 0
+
+    def close(self) -> None:
+        """Give the pool's memory back, whoever still holds a view of it, and let go of the rest."""
+        self.shrink(0)
+        self.layers.clear()
+        self._tiers.clear()
+        self.region = torch.empty(0)
+
+    def _commit(self) -> None:
+        """The growth thread: nothing of torch here, whose compute belongs to the thread of the steps."""
+        assert self._pages is not None
+        step = max(1, STEP_BYTES // self.block_bytes)
+        while self.committed < (target := self._target):
+            end = min(self.committed + step, target)
+            size = (end - self.committed) * self.block_bytes
+            # An overcommitting system grants every page and ends a process later, so it is not left to refuse.
+            available = memory.available_memory()
+            try:
+                if available - size < self._reserve:
+                    raise MemoryError(f"{_mebibytes(available)} are available, of which {_mebibytes(self._reserve)} are left to other uses")
+                self._pages.commit(self.committed * self.block_bytes, end * self.block_bytes)
+            except (OSError, MemoryError) as error:
+                held = f"{self.committed} blocks ({_mebibytes(self.committed * self.block_bytes)})"
+                self.growth_refused = f"the KV pool stays at {held} of the {target} asked for: {error}"
+                return
+            self.committed = end
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:.0f} MiB"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-CGROUP_ROOT = Path("/sys/fs/cgroup")
+UNLIMITED = 1 << 60
+"""Version 1 says so with a number beyond this one."""
 
 
 def available_memory(device_type: str = "cpu") -> int:
@@ -27,22 +29,23 @@ def available_processors() -> int:
 
 
 def _system_available() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _container_headroom() -> Iterator[int]:
     for folder in _groups("memory"):
-        limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
-        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes")
-        if limit is not None and limit < 1 << 60:
-            # Page cache counts as used and is given back on demand.
-            yield max(0, limit - (used or 0) + _inactive_file(folder))
+        statistics = {words[0]: int(words[1]) for line in _lines(folder / "memory.stat") if len(words := line.split()) == 2}
+        # Above memory.high nothing fails and everything stalls. Version 1 tells of limits that lie outside this container.
+        limits = [_number(folder / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
+        limits.append(statistics.get("hierarchical_memory_limit"))
+        limit = min((limit for limit in limits if limit is not None), default=UNLIMITED)
+        if limit < UNLIMITED:
+            used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
+            # Page cache counts as used and is given back on demand; only version 1's plain figure leaves the groups below out.
+            yield max(0, limit - used + statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
 
 
 def _container_quotas() -> Iterator[float]:
@@ -55,31 +58,32 @@ def _container_quotas() -> Iterator[float]:
             yield int(quota) / int(period)
 
 
-def _groups(controller: str) -> Iterator[Path]:
-    """This process's control group and its ancestors, version 2 or the controller's version 1 hierarchy."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+@functools.cache
+def _groups(controller: str) -> list[Path]:
+    """This process's control groups that may limit it, each with its ancestors as far as they are mounted here."""
+    paths = {}  # of each version 1 controller, and of version 2 under no name
+    for line in _lines(Path("/proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        root = CGROUP_ROOT / controller if controllers else CGROUP_ROOT
-        folder = root / path.lstrip("/")
-        yield folder
-        for parent in folder.parents:
-            if parent == CGROUP_ROOT.parent:
-                break
-            yield parent
+        paths.update(dict.fromkeys(controllers.split(","), path))
+    folders = []
+    for line in _lines(Path("/proc/self/mountinfo")):
+        place, _, kind = line.partition(" - ")
+        root, point = place.split()[3:5]
+        version, _, options = kind.split(" ", 2)
+        name = "" if version == "cgroup2" else controller
+        if version == "cgroup2" or (version == "cgroup" and controller in options.split(",")):
+            # A path outside what is mounted, or of another namespace: the root of the mount is an ancestor.
+            inner = PurePosixPath(paths.get(name, "/"))
+            parts = inner.relative_to(root).parts if inner.is_relative_to(root) else ()
+            folders += [Path(point, *parts[:depth]) for depth in range(len(parts), -1, -1)]
+    return folders
 
 
-def _inactive_file(folder: Path) -> int:
+def _lines(path: Path) -> list[str]:
     try:
-        lines = (folder / "memory.stat").read_text().splitlines()
+        return path.read_text().splitlines()
     except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+        return []
 
 
 def _number(path: Path) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,13 +14,16 @@ from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, ConfigError, EngineError
 from octavo.layers.weights import Weights
 from octavo.loading.checkpoint import Checkpoint
-from octavo.plan import Capacity, Row, RowResult, StepPlan, StepResult
-from octavo.worker import batch, sampler
+from octavo.plan import Capacity, Logprob, Row, RowResult, StepPlan, StepResult, Tier
+from octavo.worker import batch, logprobs, sampler
 from octavo.worker.batch import Slot
 from octavo.worker.kv_store import BlockShape, KVStore
 from octavo.worker.memory import available_memory, available_processors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+SCORED_AT_ONCE = 32
+"""Positions whose logits are held at one time while a prompt is scored."""
 
 
 class Runner:
@@ -45,7 +49,7 @@ class Runner:
         self._slots: dict[int, Slot] = {}
         with torch.inference_mode():
             weights = Weights(checkpoint, dtype, self.device, on_tensor)
-            self._model = decoder(ops.backend(self.device), weights, model_config, reach)
+            self.model = decoder(ops.backend(self.device), weights, model_config, reach)
             _check_untaken(weights)
             shape = BlockShape(
                 num_layers=model_config.num_layers,
@@ -54,16 +58,20 @@ class Runner:
                 head_dim=model_config.head_dim,
                 dtype=kv_dtype,
             )
-            num_blocks = _pool_blocks(config, shape.num_bytes, -(-reach // block_size), self.device)
-            limits["the KV pool"] = num_blocks * block_size
-            self._kv = KVStore(shape, num_blocks, min(config.memory.prealloc_blocks, num_blocks), self.device)
+            num_blocks, ceiling_by = _pool_blocks(config, shape.num_bytes, -(-reach // block_size), self.device)
+            swap_blocks = _swap_blocks(config, shape.num_bytes, num_blocks, self.device)
+            self._kv = KVStore(shape, num_blocks, config.memory.prealloc_blocks, self.device, swap_blocks)
+        limits["the KV pool"] = num_blocks * block_size
         bound_by = min(limits, key=lambda name: limits[name])
         self.capacity = Capacity(
             num_blocks=num_blocks,
+            committed_blocks=self._kv.committed,
             block_size=block_size,
-            kv_bytes=self._kv.num_bytes,
+            block_bytes=shape.num_bytes,
             longest=limits[bound_by],
             bound_by=bound_by,
+            ceiling_by=ceiling_by,
+            swap_blocks=swap_blocks,
             vocab_size=model_config.vocab_size,
             dtype=str(dtype).removeprefix("torch."),
             device=self.device.type,
@@ -71,62 +79,111 @@ class Runner:
 
     def mapping_bytes(self) -> int:
         """Memory of the block tables held here."""
-        return sum(slot.table.nbytes for slot in self._slots.values())
+        return sum(slot.mapping_bytes() for slot in self._slots.values())
+
+    def close(self) -> None:
+        """Give KV memory back."""
+        self._slots.clear()
+        self._kv.close()
 
     def execute(self, plan: StepPlan) -> StepResult:
+        copy_seconds = self.prepare(plan)
         began = time.perf_counter()
-        copied = self.prepare(plan)
-        prepared = time.perf_counter()
-        rows = self._run(plan.rows)
+        rows = self._run(plan.rows) if plan.rows else []
         return StepResult(
             step=plan.step,
             rows=rows,
-            committed_blocks=self.capacity.num_blocks,
-            forward_seconds=time.perf_counter() - prepared,
-            copy_seconds=prepared - began if plan.copies else 0.0,
-            copied_bytes=copied,
+            committed_blocks=self._kv.committed,
+            growth_refused=self._kv.growth_refused,
+            forward_seconds=time.perf_counter() - began,
+            copy_seconds=copy_seconds,
+            copied_bytes=len(plan.copies) * self._kv.block_bytes,
         )
 
-    def prepare(self, plan: StepPlan) -> int:
-        """Bring slots and KV memory to the state the plan's rows start from; returns bytes copied."""
+    @torch.inference_mode()
+    def prepare(self, plan: StepPlan) -> float:
+        """Bring slots and KV memory to the state the plan's rows start from; returns the seconds its copies took."""
         for number in plan.released:
             self._slots.pop(number, None)
-        copied = self._kv.copy(plan.copies)
+        self._kv.resize(plan.pool_blocks)
+        if not plan.rows:
+            self._kv.wait()
+        began = time.perf_counter()
+        self._kv.copy(plan.copies)
+        seconds = time.perf_counter() - began if plan.copies else 0.0
         for row in plan.rows:
             if row.assign is not None:
                 self._slots[row.slot] = Slot(row.assign)
+            for update in row.tables:
+                if update is not None:
+                    self._kv.check(Tier.DEVICE, max([0, *update.block_ids]))
             self._slots[row.slot].take(row)
-        return copied
+        return seconds
 
     @torch.inference_mode()
     def forward(self, rows: list[Row]) -> Tensor:
-        """Compute prepared rows, storing their keys and values -> logits [sum of num_logits, vocab_size]."""
+        """Compute prepared rows, storing their keys and values -> the last layer's hidden states [T, hidden_size], in row order."""
         inputs = batch.build(rows, self._slots, self._block_size, self.device)
-        hidden = self._model.forward(inputs.token_ids, inputs.positions, self._kv.layers, inputs.attention)
-        return self._model.logits(hidden[inputs.logit_rows])
+        hidden: Tensor = self.model.forward(inputs.token_ids, inputs.positions, self._kv.layers, inputs.attention)
+        return hidden
 
     @torch.inference_mode()
     def _run(self, rows: list[Row]) -> list[RowResult]:
-        if any(row.draft_ids or row.num_logits > 1 for row in rows):
-            raise EngineError("this worker verifies no drafts and scores no prompts")
-        logits = self.forward(rows)
-        sampling = [row for row in rows if row.num_logits]
-        draws = []
-        for row in sampling:
-            asked = self._slots[row.slot].assignment
-            draws.append(sampler.Draw(asked.params, asked.seed, asked.choice, row.start + row.count - asked.prompt_length))
-        token_ids = dict(zip((row.slot for row in sampling), sampler.sample(logits, draws) if sampling else [], strict=True))
-        return [self._result(row, token_ids) for row in rows]
+        if any(row.draft_ids for row in rows):
+            raise EngineError("this worker verifies no drafts")
+        hidden = self.forward(rows)
+        counts = np.array([row.count for row in rows])
+        ends = np.cumsum(counts)
+        finite = np.logical_and.reduceat(torch.isfinite(hidden.abs().amax(-1)).cpu().numpy(), ends - counts)
+        sampled = self._sample(rows, hidden, ends)
+        return [
+            self._result(row, hidden, end, sampled) if sound else self._failed(row)
+            for row, end, sound in zip(rows, ends.tolist(), finite.tolist(), strict=True)
+        ]
 
-    def _result(self, row: Row, token_ids: dict[int, int | None]) -> RowResult:
-        if row.slot not in token_ids:
-            return RowResult(slot=row.slot)
-        slot, token_id = self._slots[row.slot], token_ids[row.slot]
+    def _sample(self, rows: list[Row], hidden: Tensor, ends: np.ndarray) -> dict[int, int | None]:
+        """The next token of each slot whose row ends with the last one known; None where no logit is finite."""
+        places, draws = [], []
+        for place, row in enumerate(rows):
+            asked, known = self._slots[row.slot].assignment, len(self._slots[row.slot].history)
+            if row.num_logits and row.start + row.count == known:
+                places.append(place)
+                draws.append(sampler.Draw(asked.params, asked.seed, asked.choice, known - asked.prompt_length))
+        token_ids = sampler.sample(self.model.logits(hidden[ends[places] - 1]), draws) if places else []
+        return {rows[place].slot: token_id for place, token_id in zip(places, token_ids, strict=True)}
+
+    def _result(self, row: Row, hidden: Tensor, end: int, sampled: dict[int, int | None]) -> RowResult:
+        try:
+            scores = self._prompt_logprobs(row, hidden, end)
+        except FloatingPointError:
+            return self._failed(row)
+        if row.slot not in sampled:
+            return RowResult(slot=row.slot, prompt_logprobs=scores)
+        token_id = sampled[row.slot]
         if token_id is None:
-            self._kv.scrub(slot.table[slot.table >= 0].tolist())
-            return RowResult(slot=row.slot, error="the model gave no finite logits for this request")
-        slot.history.append(token_id)
-        return RowResult(slot=row.slot, token_ids=[token_id])
+            return self._failed(row)
+        self._slots[row.slot].history.append(token_id)
+        return RowResult(slot=row.slot, token_ids=[token_id], prompt_logprobs=scores)
+
+    def _prompt_logprobs(self, row: Row, hidden: Tensor, end: int) -> list[list[Logprob]] | None:
+        """Scores of those among the row's last `num_logits` positions that a prompt token follows. end: where the row ends in `hidden`."""
+        asked, history = self._slots[row.slot].assignment, self._slots[row.slot].history
+        stop = row.start + row.count
+        first, last = stop - row.num_logits, min(stop, asked.prompt_length - 1)
+        if asked.params.prompt_logprobs is None or asked.choice or first >= last:
+            return None
+        scores: list[list[Logprob]] = []
+        for at in range(first, last, SCORED_AT_ONCE):
+            until = min(at + SCORED_AT_ONCE, last)
+            logits = self.model.logits(hidden[end - stop + at : end - stop + until])
+            scores += logprobs.score(logits, history[at + 1 : until + 1], asked.params.prompt_logprobs)
+        return scores
+
+    def _failed(self, row: Row) -> RowResult:
+        """What the row wrote must not meet another sequence; the rest of its table may be shared, and stays."""
+        written = self._slots[row.slot].table[row.start // self._block_size : -(-(row.start + row.count) // self._block_size)]
+        self._kv.scrub(written[written >= 0].tolist())
+        return RowResult(slot=row.slot, error="the model gave no finite logits for this request")
 
 
 def _threads(wanted: int | str) -> int:
@@ -152,22 +209,40 @@ def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
     return torch.float32 if stored == {torch.float32} else torch.bfloat16
 
 
-def _pool_blocks(config: EngineConfig, block_bytes: int, blocks_per_context: int, device: torch.device) -> int:
-    """The pool's size: what was asked, or half of what is free, at most `max_batch_size` full contexts."""
-    memory = config.memory
-    free = available_memory(device.type)
-    if memory.max_blocks is not None:
-        blocks, said = memory.max_blocks, f"max_blocks: {memory.max_blocks}"
-    elif memory.kv_cache_memory != "auto":
-        blocks, said = memory.kv_cache_memory // block_bytes, f"kv_cache_memory: {memory.kv_cache_memory}"
+def _pool_blocks(config: EngineConfig, block_bytes: int, blocks_per_context: int, device: torch.device) -> tuple[int, str]:
+    """The pool's ceiling and what decides it: what was asked, or half of what is free, at most `max_batch_size` full contexts."""
+    asked, free = config.memory, available_memory(device.type)
+    if asked.max_blocks is not None:
+        blocks, ceiling_by = asked.max_blocks, "max_blocks"
+        said = f"max_blocks: {asked.max_blocks}"
+    elif asked.kv_cache_memory != "auto":
+        blocks, ceiling_by = asked.kv_cache_memory // block_bytes, "kv_cache_memory"
+        said = f"kv_cache_memory: {asked.kv_cache_memory}"
     else:
-        blocks, said = free // 2 // block_bytes, f"kv_cache_memory: auto, of {free} bytes available"
-        blocks = min(blocks, config.scheduler.max_batch_size * blocks_per_context)
+        contexts = config.scheduler.max_batch_size
+        said = f"kv_cache_memory: auto, of {free} bytes available"
+        blocks, ceiling_by = min(
+            (free // 2 // block_bytes, f"half of the {free / 2**30:.1f} GiB available"),
+            (contexts * blocks_per_context, f"{contexts} full contexts"),
+        )
     if blocks < 2:
         raise ConfigError(f"{said}; a pool needs at least 2 blocks of {block_bytes} bytes")
     if blocks * block_bytes > free:
         raise ConfigError(f"{said}; {blocks} blocks take {blocks * block_bytes} bytes and {free} are available")
-    return blocks
+    return blocks, ceiling_by
+
+
+def _swap_blocks(config: EngineConfig, block_bytes: int, pool_blocks: int, device: torch.device) -> int:
+    """Blocks of the host tier, which on a CPU shares the pool's memory."""
+    size = config.memory.swap_space
+    if not size:
+        return 0
+    if size < block_bytes:
+        raise ConfigError(f"swap_space: {size}; allowed: 0, or at least a block of {block_bytes} bytes")
+    free = available_memory() - (pool_blocks * block_bytes if device.type == "cpu" else 0)
+    if size > free:
+        raise ConfigError(f"swap_space: {size}; allowed: up to {free} bytes, what the KV pool at its ceiling leaves of memory")
+    return size // block_bytes
 
 
 def _check_untaken(weights: Weights) -> None:

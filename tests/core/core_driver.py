@@ -20,12 +20,38 @@ def token_of_history(assignment: Assignment, tokens: list[int]) -> int:
 
 class Driver:
     def __init__(
-        self, *, num_blocks=64, block_size=4, max_batch_size=8, prefill_chunk_size=16, in_flight=1, next_token=token_of_history, **faults
+        self,
+        *,
+        num_blocks=64,
+        block_size=4,
+        max_batch_size=8,
+        prefill_chunk_size=16,
+        in_flight=1,
+        next_token=token_of_history,
+        committed_blocks=None,
+        swap_blocks=0,
+        policy="fcfs",
+        prefix_caching=True,
+        **faults,
     ) -> None:
         self.scheduler = Scheduler(
-            num_blocks=num_blocks, block_size=block_size, max_batch_size=max_batch_size, prefill_chunk_size=prefill_chunk_size
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_batch_size=max_batch_size,
+            prefill_chunk_size=prefill_chunk_size,
+            committed_blocks=committed_blocks,
+            swap_blocks=swap_blocks,
+            policy=policy,
+            prefix_caching=prefix_caching,
         )
-        capacity = simulated_capacity(num_blocks, block_size, longest=num_blocks * block_size + 1, vocab_size=VOCABULARY)
+        capacity = simulated_capacity(
+            num_blocks,
+            block_size,
+            committed_blocks=committed_blocks,
+            swap_blocks=swap_blocks,
+            longest=num_blocks * block_size + 1,
+            vocab_size=VOCABULARY,
+        )
         self.executor = SimulatedExecutor(capacity, next_token=next_token, **faults)
         self.clock = SimulatedClock()
         self.in_flight = in_flight
@@ -33,6 +59,7 @@ class Driver:
         self.history: list[StepPlan] = []
         self.reported: dict[Sequence, list[int]] = {}
         self.ends: Counter[Sequence] = Counter()
+        self.scored: dict[Sequence, list] = {}
 
     def add(self, name="a", prompt=(1, 2, 3), max_tokens=4, *, deadline=None, eos=(), seed=0, **params) -> Sequence:
         prompt = list(prompt)
@@ -47,7 +74,8 @@ class Driver:
             seed=seed,
         )
         self.scheduler.add(request)
-        self.reported[request.sequences[0]] = []
+        for sequence in request.sequences:
+            self.reported[sequence] = []
         return request.sequences[0]
 
     def launch(self) -> StepPlan | None:
@@ -100,6 +128,8 @@ class Driver:
     def note(self, changes: list[Change]) -> None:
         for change in changes:
             self.reported[change.sequence] += change.token_ids
+            if change.prompt_logprobs:
+                self.scored.setdefault(change.sequence, []).extend(change.prompt_logprobs)
             self.ends[change.sequence] += change.sequence.finished
 
     def check(self) -> None:
@@ -108,10 +138,12 @@ class Driver:
         if self.executor.breaches:
             raise AssertionError(self.executor.breaches)
         for sequence in self.scheduler.running:
-            assert self.executor.table(sequence.slot) == self.scheduler.kv.block_ids(sequence)
+            told = sequence.table.num_sent
+            assert self.executor.table(sequence.slot)[:told] == sequence.table.block_ids[:told]
 
     def check_idle(self) -> None:
-        assert self.scheduler.kv.pool.num_free == self.scheduler.kv.pool.total
+        assert self.scheduler.kv.pool.num_used == 0
+        assert self.scheduler.kv.swap_free == self.scheduler.kv.swap_total
         assert self.scheduler.stats().running == self.scheduler.stats().waiting == 0
         for sequence, tokens in self.reported.items():
             assert sequence.finished

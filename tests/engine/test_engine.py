@@ -5,78 +5,12 @@ import random
 
 import msgspec
 import pytest
+from engine_driver import TEXT, answer, make_engine, run, speak
 
-from octavo.config import EngineConfig
-from octavo.engine.engine import Engine
 from octavo.errors import InvalidValueError, PromptTooLongError
-from octavo.executor.simulated import SimulatedClock, SimulatedExecutor, hashed_token, simulated_capacity
+from octavo.executor.simulated import SimulatedClock, hashed_token
 from octavo.plan import StepPlan
 from octavo.sampling_params import SamplingParams
-
-GREEDY = {"temperature": 0}
-TEXT = "Grüße aus 東京, ça va? 🙂 Ende."
-
-
-class ByteTokenizer:
-    """One token a byte; 256 is a special token, 257 stands for two characters."""
-
-    special_ids = frozenset([256])
-    strips_leading_space = False
-    bos_token_id = None
-    vocab_size = 258
-
-    def encode(self, text, add_special_tokens=True):
-        return list(text.encode())
-
-    def token_bytes(self, token_id):
-        return {256: b"<end>", 257: b"ok"}.get(token_id) or bytes([token_id])
-
-    def decode(self, token_ids, skip_special_tokens=True, continuation=False):
-        kept = [token_id for token_id in token_ids if not (skip_special_tokens and token_id in self.special_ids)]
-        return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
-
-
-def speak(text=TEXT, end=256):
-    """Tokens that spell a text, whatever was asked, and then an end."""
-    ids = [*text.encode(), end]
-    return lambda assignment, tokens: ids[(len(tokens) - assignment.prompt_length) % len(ids)]
-
-
-def make_engine(next_token=None, *, num_blocks=64, longest=None, eos=(256,), clock=None, **faults):
-    settings = {
-        name: faults.pop(name) for name in list(faults) if name not in ("row_error", "step_error", "seconds_per_step", "seconds_per_token")
-    }
-    clock = clock or SimulatedClock()
-    executor = SimulatedExecutor(
-        simulated_capacity(num_blocks, 4, longest=longest, vocab_size=258), next_token=next_token, clock=clock, **faults
-    )
-    config = EngineConfig.create(**{"block_size": 4, **settings})
-    return Engine(config, executor, ByteTokenizer(), eos_token_ids=frozenset(eos), check_invariants=True, clock=clock)
-
-
-def run(engine, limit=5000):
-    """Step until idle -> the last output of each request, and its deltas."""
-    last, deltas, ended = {}, {}, set()
-    for _ in range(limit):
-        if not engine.has_work:
-            break
-        for output in engine.step():
-            assert output.request_id not in ended
-            ended |= {output.request_id} if output.finished else set()
-            assert output.finished == (output.outputs[0].finish_reason is not None)
-            deltas.setdefault(output.request_id, []).append(output.delta)
-            last[output.request_id] = output
-    assert not engine.has_work
-    assert ended == set(last)
-    assert not engine.executor.breaches
-    assert engine.stats().blocks.free == engine.stats().blocks.total
-    return last, deltas
-
-
-def answer(engine, prompt="Hi", **params):
-    request_id = engine.add(prompt, SamplingParams(**{"max_tokens": 100, **params}))
-    return run(engine)[0][request_id].outputs[0]
-
 
 # Outputs
 

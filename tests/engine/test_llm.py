@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.core.stats import Record
 from octavo.errors import CheckpointError, ConfigError, EngineError, InvalidValueError, ModelNotFoundError, PromptTooLongError
 from octavo.outputs import RequestOutput
+from octavo.plan import StepPlan, StepResult
+from octavo.worker.kv_store import KVStore
 from octavo.worker.runner import Runner
 
 
@@ -33,6 +39,10 @@ def _nothing_is_left_behind(llm: LLM) -> Iterator[None]:
 
 def greedy(count: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=count)
+
+
+def longer(count: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
 
 
 def test_the_forms_of_a_prompt_agree(llm: LLM) -> None:
@@ -187,13 +197,24 @@ def test_an_exception_in_a_step_ends_its_requests_and_no_others(llm: LLM, monkey
     assert outputs[0].error == "RuntimeError: the device caught fire"
 
 
-def test_settings_that_cannot_be_met_are_refused(smollm2_gguf: Path) -> None:
-    with pytest.raises(ConfigError, match=r"max_model_len: 9000; allowed: up to the model's context of 8192 tokens"):
-        LLM(smollm2_gguf, max_model_len=9000)
-    with pytest.raises(ConfigError, match=r"max_blocks: 1; a pool needs at least 2 blocks"):
-        LLM(smollm2_gguf, max_blocks=1)
-    with pytest.raises(ConfigError, match=r"max_blocks: 100000000; .* bytes and \d+ are available"):
-        LLM(smollm2_gguf, max_blocks=100_000_000)
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_model_len": 9000}, r"max_model_len: 9000; allowed: up to the model's context of 8192 tokens"),
+        ({"max_blocks": 1}, r"max_blocks: 1; a pool needs at least 2 blocks of \d+ bytes"),
+        ({"max_blocks": 100_000_000}, r"max_blocks: 100000000; .* bytes and \d+ are available"),
+        ({"kv_cache_memory": "100KB"}, r"kv_cache_memory: 100000; a pool needs at least 2 blocks of \d+ bytes"),
+        ({"max_blocks": 64, "swap_space": 1000}, r"swap_space: 1000; allowed: 0, or at least a block of \d+ bytes"),
+        ({"max_blocks": 64, "swap_space": "1000TiB"}, r"swap_space: \d+; allowed: up to \d+ bytes, what the KV pool at its ceiling leaves"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_met_are_refused_with_numbers(smollm2_gguf: Path, settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        LLM(smollm2_gguf, **settings)
+
+
+def test_a_device_that_is_not_there_is_refused(smollm2_gguf: Path) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="device: 'cuda'; no CUDA device"):
             LLM(smollm2_gguf, device="cuda")
@@ -287,3 +308,182 @@ def test_an_empty_conversation_is_refused(llm: LLM) -> None:
     for messages in ([], [[]], [[{"role": "user", "content": "Hi"}], []], "Hi"):
         with pytest.raises(InvalidValueError, match="messages"):
             llm.chat(messages)  # type: ignore[arg-type]
+
+
+# Several answers
+
+
+def test_answers_differ_and_each_is_what_its_choice_draws(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=8, n=3)
+    (output,) = llm.generate("Once upon a time", params)
+    texts = [one.text for one in output.outputs]
+    assert [one.index for one in output.outputs] == [0, 1, 2]
+    assert len(set(texts)) == 3
+    fewer, alone = (llm.generate("Once upon a time", msgspec.structs.replace(params, n=count))[0].outputs for count in (2, 1))
+    assert [one.text for one in fewer] == texts[:2]
+    assert alone[0].text == texts[0]
+
+
+def test_greedy_answers_are_one_and_the_same(llm: LLM) -> None:
+    expected = llm.generate("Once upon a time", greedy(8))[0].outputs[0].text
+    (output,) = llm.generate("Once upon a time", msgspec.structs.replace(greedy(8), n=3))
+    assert [one.text for one in output.outputs] == [expected] * 3
+
+
+def test_a_stream_of_several_answers_has_each_ones_deltas(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=8, n=3)
+    whole = [one.text for one in llm.generate("Once upon a time", params)[0].outputs]
+    texts = ["", "", ""]
+    for output in llm.stream("Once upon a time", params):
+        texts = [text + one.delta for text, one in zip(texts, output.outputs, strict=True)]
+        assert output.delta == output.outputs[0].delta
+    assert texts == whole
+
+
+# Shared prefixes
+
+
+def test_cached_tokens_are_counted_and_change_no_text(llm: LLM) -> None:
+    for length, cached in ((33, 32), (32, 16), (17, 16), (16, 0)):
+        prompt = [(5 * place + length) % 1000 + 10 for place in range(length)]
+        first, second = (llm.generate(prompt, greedy(6))[0] for _ in range(2))
+        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, cached)
+        assert first.outputs[0].token_ids == second.outputs[0].token_ids
+
+
+def test_salt_isolates_and_prefixes_can_be_forgotten(llm: LLM) -> None:
+    prompt = [7 * place % 1000 + 10 for place in range(40)]
+
+    def cached(salt: str | None = None) -> int | None:
+        return llm.generate(prompt, msgspec.structs.replace(greedy(1), cache_salt=salt))[0].num_cached_tokens
+
+    assert [cached("a"), cached("b"), cached(), cached("a")] == [0, 0, 0, 32]
+    assert llm.reset_prefix_cache() >= 6
+    assert llm.stats().blocks.cached == 0
+    assert [cached("a"), cached("a")] == [0, 32]
+
+
+# Prompt logprobs
+
+
+def test_prompt_logprobs_are_the_same_from_a_cached_prefix(llm: LLM) -> None:
+    prompt = [3 * place % 1000 + 10 for place in range(17)]
+    params = msgspec.structs.replace(greedy(2), prompt_logprobs=2)
+    first, second = (llm.generate(prompt, params)[0] for _ in range(2))
+    for output in (first, second):
+        scores = output.prompt_logprobs
+        assert scores is not None
+        assert len(scores) == 17
+        assert scores[0] is None
+        for token_id, each in zip(prompt[1:], scores[1:], strict=True):
+            assert each is not None
+            assert len(each) == (2 if each[token_id].rank <= 2 else 3)
+            assert {1, 2} <= {one.rank for one in each.values()}
+            for other, one in each.items():
+                assert one.decoded_token == llm.tokenizer.decode([other], skip_special_tokens=False)
+                assert one.logprob < 0
+            ranked = sorted(each.values(), key=lambda one: one.rank)
+            assert [one.logprob for one in ranked] == sorted((one.logprob for one in ranked), reverse=True)
+    assert first.prompt_logprobs == second.prompt_logprobs
+    assert llm.generate(prompt, greedy(1))[0].num_cached_tokens == 16
+
+
+def test_prompt_logprobs_of_none_but_the_prompts_own_tokens(llm: LLM) -> None:
+    (output,) = llm.generate("The capital of France is Paris", SamplingParams(prompt_logprobs=0, max_tokens=1))
+    assert output.prompt_logprobs is not None
+    assert [list(each or []) for each in output.prompt_logprobs] == [[], *([token_id] for token_id in output.prompt_token_ids[1:])]
+    assert next(iter(output.prompt_logprobs[-1].values())).rank == 1  # type: ignore[union-attr]
+
+
+# The pool
+
+
+def test_compaction_amid_a_stream_changes_nothing_it_says(llm: LLM) -> None:
+    prompts = ["Once upon a time", "The capital of France is"]
+    expected = [llm.generate(prompt, longer(40))[0].outputs[0].text for prompt in prompts]
+    llm.reset_prefix_cache()
+    llm.compact()
+    start = llm.stats().blocks.total
+    first = llm.stream(list(range(100, 300)), longer(60))
+    next(first)
+    second, reports = llm.stream(prompts[0], longer(40)), []
+    text = next(second).delta
+    first.close()
+    llm.reset_prefix_cache()
+    for output in second:
+        text += output.delta
+        if (report := llm.compact()) is not None:
+            reports.append(report)
+    assert text == expected[0]
+    assert llm.generate(prompts[1], longer(40))[0].outputs[0].text == expected[1]
+    assert sum(report.blocks_moved for report in reports) > 0
+    assert reports[0].blocks_before > reports[0].blocks_after >= start
+    assert reports[0].bytes_returned == (reports[0].blocks_before - reports[0].blocks_after) * llm.capacity.block_bytes
+
+
+def test_a_compaction_that_fails_gives_no_wrong_text(smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: KVStore, copies: list) -> None:
+        if copies:
+            monkeypatch.undo()
+            raise RuntimeError("no copies today")
+
+    with LLM(smollm2_gguf, max_model_len=512, prealloc_blocks=2, prefix_caching=False, check_invariants=True) as small:
+        expected = small.generate("Once upon a time", longer(30))[0].outputs[0].text
+        first, second = small.stream(list(range(100, 200)), longer(60)), small.stream("Once upon a time", longer(30))
+        next(first)
+        text = next(second).delta
+        first.close()
+        monkeypatch.setattr(KVStore, "copy", broken)
+        with contextlib.suppress(EngineError, RuntimeError):
+            small.compact()
+        for output in second:
+            text += output.delta
+        assert output.outputs[0].finish_reason == "error" or text == expected
+
+
+def test_a_pool_too_small_swaps_and_nobody_can_tell(llm: LLM, smollm2_gguf: Path) -> None:
+    prompts = ["Once upon a time", "The capital of France is", "In the beginning", "My name is"]
+    expected = [output.outputs[0].text for output in llm.generate(prompts, longer(40))]
+    with LLM(smollm2_gguf, max_blocks=8, prealloc_blocks=2, swap_space="8MiB", check_invariants=True) as small:
+        outputs = small.generate(prompts, longer(40))
+        assert [output.outputs[0].text for output in outputs] == expected
+        stats = small.stats()
+        assert stats.swap_outs > 0
+        assert (stats.blocks.swap_used, stats.blocks.used) == (0, 0)
+        reasons = [event.reason for output in outputs for event in output.metrics.events if event.kind == "preempted"]
+        assert len(reasons) == stats.preemptions
+        assert any("swapped out" in reason for reason in reasons)
+
+
+# Failures, figures
+
+
+def test_an_executor_that_raises_once_ends_the_steps_requests_only(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+    execute = llm.engine.executor.execute
+
+    def broken(plan: StepPlan) -> StepResult:
+        if next(calls) == 3:
+            raise MemoryError("no room")
+        return execute(plan)
+
+    monkeypatch.setattr(llm.engine.executor, "execute", broken)
+    params = msgspec.structs.replace(greedy(6), n=2)
+    outputs = llm.generate(["Once upon a time", "The capital of France is", "In the beginning", "My name is", "You are"], params)
+    ends = [one.finish_reason for output in outputs for one in output.outputs]
+    assert ends == ["error"] * 8 + ["length"] * 2
+    assert outputs[0].outputs[1].error == "MemoryError: no room"
+    monkeypatch.undo()
+    expected = llm.generate("You are", greedy(6))[0].outputs[0].text
+    assert [one.text for one in outputs[4].outputs] == [expected] * 2
+
+
+def test_advice_comes_from_the_record_which_goes_to_json_and_back(llm: LLM) -> None:
+    llm.generate(["Once upon a time", "The capital of France is"], greedy(6))
+    record = llm.record()
+    assert msgspec.json.decode(msgspec.json.encode(record), type=Record) == record
+    assert [line.figure for line in llm.advise()]
+    assert record.block_bytes == llm.capacity.block_bytes
+    assert record.stats.generated_tokens > 12
+    assert record.stats.seconds["forward"] > 0
+    assert record.stats.seconds["check"] > 0

@@ -1,6 +1,7 @@
 """Limits of containers, read from faked control groups."""
 
 import os
+import timeit
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,15 @@ class Machine:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
 
+    def mounts(self, *lines):
+        """Lines of a root, a mount point under the folder of groups, a file system and its options."""
+        lines = [line.split() for line in lines]
+        text = [
+            f"3{i} 31 0:2{i} {root} {self.groups / point.lstrip('/')} rw shared:9 - {kind} {kind} {options}"
+            for i, (root, point, kind, options) in enumerate(lines)
+        ]
+        self.write(self.proc / "self" / "mountinfo", "\n".join(["1 0 8:1 / / rw - ext4 /dev/vda rw", *text]))
+
     def belongs_to(self, *lines):
         self.write(self.proc / "self" / "cgroup", "\n".join(lines))
 
@@ -37,10 +47,12 @@ class Machine:
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     machine = Machine(tmp_path)
-    monkeypatch.setattr(memory, "CGROUP_ROOT", machine.groups)
+    machine.mounts("/ / cgroup2 rw", "/ /memory cgroup rw,memory", "/ /cpu cgroup rw,cpu,cpuacct", "/ /systemd cgroup rw,name=systemd")
+    memory._groups.cache_clear()
     monkeypatch.setattr(memory, "Path", machine.path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
-    return machine
+    yield machine
+    memory._groups.cache_clear()
 
 
 def test_without_containers_the_systems_figure_counts(machine):
@@ -104,6 +116,60 @@ def test_version_1_limit_is_found_at_the_mounted_root_of_a_container(machine):
     assert memory.available_memory() == GIB
 
 
+def test_groups_inside_a_container_are_found_where_they_are_mounted(machine):
+    """A process sees its path on the host, and mounted is what lies below the container's own group."""
+    machine.mounts("/docker/0123 /memory cgroup rw,memory", "/docker/0123 / cgroup2 rw")
+    machine.belongs_to("9:memory:/docker/0123/service", "0::/docker/0123/service")
+    machine.group("memory/service", memory__limit_in_bytes=3 * GIB, memory__usage_in_bytes=0)
+    assert memory.available_memory() == 3 * GIB
+    machine.group("service", memory__max=2 * GIB, memory__current=0)
+    assert memory.available_memory() == 2 * GIB
+    machine.group("", memory__max=GIB, memory__current=0)
+    assert memory.available_memory() == GIB
+
+
+@pytest.mark.parametrize("root", ["/", "/box", "/.."])
+@pytest.mark.parametrize("path", ["/../..", "/../other/group", "/elsewhere"])
+def test_group_outside_the_namespace_is_bound_by_the_mounted_root(machine, path, root):
+    machine.mounts(f"{root} / cgroup2 rw")
+    machine.belongs_to(f"0::{path}")
+    machine.group("", memory__max=2 * GIB, memory__current=GIB)
+    assert memory.available_memory() == GIB
+
+
+def test_both_versions_at_once_are_looked_at(machine):
+    machine.mounts("/ /unified cgroup2 rw", "/ /memory cgroup rw,memory")
+    machine.belongs_to("9:memory:/box", "0::/slice")
+    machine.group("memory/box", memory__limit_in_bytes=4 * GIB, memory__usage_in_bytes=0)
+    assert memory.available_memory() == 4 * GIB
+    machine.group("unified/slice", memory__max=2 * GIB, memory__current=0)
+    assert memory.available_memory() == 2 * GIB
+
+
+def test_a_machine_without_control_groups_has_its_own_limits_only(machine):
+    (machine.proc / "self" / "mountinfo").unlink()
+    assert memory.available_memory() == 32 * GIB
+
+
+def test_throttling_begins_before_the_limit(machine):
+    machine.belongs_to("0::/box")
+    machine.group("box", memory__max=4 * GIB, memory__high=3 * GIB, memory__current=GIB)
+    assert memory.available_memory() == 2 * GIB
+
+
+def test_limit_of_nothing_is_a_limit(machine):
+    machine.belongs_to("0::/box")
+    machine.group("box", memory__max=0, memory__current=0)
+    assert memory.available_memory() == 0
+
+
+def test_version_1_tells_of_limits_out_of_sight_and_of_cache_in_the_groups_below(machine):
+    machine.belongs_to("9:memory:/box")
+    statistics = f"inactive_file 5\nhierarchical_memory_limit {4 * GIB}\ntotal_inactive_file {2 * GIB}"
+    machine.group("memory/box", memory__limit_in_bytes=0x7FFFFFFFFFFFF000, memory__usage_in_bytes=3 * GIB, memory__stat=statistics)
+    assert memory.available_memory() == 3 * GIB
+
+
 def test_version_1_without_limit_is_no_limit(machine):
     machine.belongs_to("9:memory:/box")
     machine.group("memory/box", memory__limit_in_bytes=0x7FFFFFFFFFFFF000, memory__usage_in_bytes=GIB)
@@ -153,6 +219,11 @@ def test_system_without_affinity_counts_its_processors(machine, monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     assert memory.available_processors() == 6
+
+
+def test_asking_is_cheap_enough_for_every_step_of_growth():
+    memory.available_memory()
+    assert min(timeit.repeat(memory.available_memory, number=10, repeat=5)) / 10 < 5e-3
 
 
 def test_this_machine_answers_sensibly():
