@@ -43,7 +43,9 @@ class CompletionOutput:
     error: str | None = None
     """What went wrong, where `finish_reason` is `error`."""
     delta: str = ""
-    """Text added since the previous output of a stream."""
+    """Text added between the last two calls of `RequestOutput.read`: since the previous output of a stream."""
+    unread: str = ""
+    """Text added since then."""
 
 
 @dataclass(slots=True)
@@ -79,7 +81,8 @@ class RequestOutput:
         """Text added to the first answer since the previous output of a stream."""
         return self.outputs[0].delta
 
-    def mark_read(self) -> None:
-        """Begin new deltas."""
+    def read(self) -> RequestOutput:
+        """Make what is unread the deltas; returns the output itself, which goes on growing."""
         for answer in self.outputs:
-            answer.delta = ""
+            answer.delta, answer.unread = answer.unread, ""
+        return self

@@ -55,6 +55,14 @@ def load(file: str | None) -> Record:
     return record
 
 
+def check_target(path: str) -> None:
+    """Tell before the work what `save` would tell after. Raises InvalidValueError where there is no such folder, or it is one."""
+    target = Path(path)
+    if target.is_dir() or not target.parent.is_dir():
+        wrong = "it is a folder" if target.is_dir() else f"there is no folder {target.parent}"
+        raise InvalidValueError(f"{path}: the record cannot be written ({wrong})")
+
+
 def save(record: Record, path: str) -> None:
     """Write a record so that the file, under its name, is never half a record. Raises InvalidValueError where it cannot be written."""
     import msgspec

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from octavo.cli.bench import bench
 from octavo.cli.flags import with_flags
 from octavo.cli.terminal import open_llm, show_error
 from octavo.config import EngineConfig
@@ -111,19 +112,28 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt as a user message in the model's chat template.")] = False,
     system: SystemOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each prompt, and nothing else.")] = False,
+    save_stats: Annotated[
+        str | None, typer.Option("--save-stats", metavar="FILE", help="write the engine's figures there, for octavo advise")
+    ] = None,
     model: ModelOption = DEFAULT_MODEL,
     revision: RevisionOption = None,
 ) -> None:
     """Complete prompts. Answers go to stdout, a line of figures to stderr."""
     from octavo.cli.generate import read_prompts, run
 
+    if params.prompt_logprobs is not None and not json:
+        raise InvalidValueError("--prompt-logprobs: they are printed as JSON only; give --json too")
+    if save_stats is not None:
+        from octavo.cli.advise import check_target
+
+        check_target(save_stats)
     wanted = read_prompts(prompts or [], file)
     with open_llm(model, revision, config) as llm:
-        run(llm, wanted, params, chat, system, json)
+        run(llm, wanted, params, chat, system, json, save_stats)
 
 
 @app.command()
-@with_flags(max_tokens=256)
+@with_flags(max_tokens=256, leave_out=("n", "prompt_logprobs", "priority", "cache_salt"))
 def chat(
     config: EngineConfig,
     params: SamplingParams,
@@ -136,6 +146,17 @@ def chat(
 
     with open_llm(model, revision, config) as llm:
         run(llm, params, system)
+
+
+@app.command()
+def advise(
+    file: Annotated[str | None, typer.Argument(metavar="FILE", help="what generate --save-stats wrote; - or nothing is stdin")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Advise on settings, from recorded figures."""
+    from octavo.cli.advise import run
+
+    run(file, json)
 
 
 @app.command("config")
@@ -153,6 +174,9 @@ def show_config(
         import yaml
 
         print(yaml.safe_dump(config.to_dict(), sort_keys=False), end="")
+
+
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

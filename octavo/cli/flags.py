@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -20,15 +20,19 @@ SAMPLING: dict[str, tuple[type, str]] = {
     "min_p": (float, "drop tokens less likely than this times the likeliest"),
     "ignore_eos": (bool, "go on past the model's own end of text"),
     "stop_token_ids": (list[int], "a further token id that ends the output; repeatable"),
+    "n": (int, "answers to each prompt, which share its memory"),
+    "prompt_logprobs": (int, "score each token of the prompt, and name so many of the likeliest; with --json"),
+    "priority": (int, "with --policy priority lower goes first"),
+    "cache_salt": (str, "prefixes are shared only among prompts of the same salt"),
 }
 SHARED = ("seed", "timeout_ms")
 """Settings that a request has too: their flag sets both."""
 
 
-def with_flags(**sampling_defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_flags(*, leave_out: Sequence[str] = (), **sampling_defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command flags in place of its parameters of type EngineConfig and SamplingParams.
 
-    The command receives both validated; `sampling_defaults` are this command's own.
+    The command receives both validated; `sampling_defaults` are this command's own, and it has no flags for what it is to `leave_out`.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -37,7 +41,7 @@ def with_flags(**sampling_defaults: Any) -> Callable[[Callable[..., None]], Call
         built = {name: parameter.annotation for name, parameter in own.items() if parameter.annotation in (EngineConfig, SamplingParams)}
         flags = {name: parameter for name, parameter in own.items() if name not in built}
         if SamplingParams in built.values():
-            flags |= _sampling_flags(sampling_defaults)
+            flags |= _sampling_flags(sampling_defaults, leave_out)
         if EngineConfig in built.values():
             flags |= _engine_flags()
 
@@ -73,13 +77,15 @@ def _engine_flags() -> dict[str, inspect.Parameter]:
     return {flag.name: flag for flag in flags}
 
 
-def _sampling_flags(defaults: dict[str, Any]) -> dict[str, inspect.Parameter]:
+def _sampling_flags(defaults: dict[str, Any], leave_out: Sequence[str]) -> dict[str, inspect.Parameter]:
     usual = SamplingParams.create(**defaults)
     flags = {}
     for name, (kind, about) in SAMPLING.items():
-        default = getattr(usual, name)
-        shown = about if kind in (bool, list[int]) else f"{about} (default {default:g})"
-        flags[name] = _flag(name, kind, shown, "--" + name.replace("_", "-").removesuffix("s" if kind == list[int] else ""), "Sampling")
+        if name not in leave_out:
+            default = getattr(usual, name)
+            shown = about if kind in (bool, list[int]) or default is None else f"{about} (default {default:g})"
+            option = "--" + name.replace("_", "-").removesuffix("s" if kind == list[int] else "")
+            flags[name] = _flag(name, kind, shown, option, "Sampling")
     return flags
 
 

@@ -8,7 +8,9 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,8 @@ from octavo.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from octavo import LLM
-    from octavo.outputs import RequestOutput
+    from octavo.core.stats import Stats
+    from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
 
 CUTS = {"length": "--max-tokens or the end of the context", "timeout": "--timeout-ms"}
@@ -50,24 +53,33 @@ def read_prompts(words: list[str], file: str | None) -> list[Prompt]:
     return prompts
 
 
-def run(llm: LLM, prompts: list[Prompt], params: SamplingParams, chat: bool, system: str | None, as_json: bool) -> None:
-    """Answer the prompts on stdout and sum up on stderr. Exits with 1 where the model failed on some of them."""
+def run(
+    llm: LLM, prompts: list[Prompt], params: SamplingParams, chat: bool, system: str | None, as_json: bool, save_stats: str | None = None
+) -> None:
+    """Answer the prompts on stdout and sum up on stderr; write the engine's record to `save_stats`.
+
+    Exits with 1 where the model failed on some of them.
+    """
     wrapped = [_wrap(llm, prompt, chat, system) for prompt in prompts]
     start = time.perf_counter()
-    if len(prompts) == 1 and not as_json:
+    if len(prompts) == params.n == 1 and not as_json:
         outputs = [_stream(llm, wrapped[0], params)]
     else:
         ended = itertools.count(1)
         with progress_bar("Generating") as show:
             outputs = llm.generate(wrapped, params, on_progress=lambda _: show(next(ended), len(prompts)))
         for prompt, output in zip(prompts, outputs, strict=True):
-            print(_as_json(prompt, output) if as_json else f"> {_shown(prompt)}\n{output.outputs[0].text}\n")
+            print(_as_json(prompt, output) if as_json else _as_text(prompt if len(prompts) > 1 else None, output))
     sys.stdout.flush()
     typer.echo(_summary(llm, outputs, time.perf_counter() - start), err=True)
-    failed = [(number, output.outputs[0]) for number, output in enumerate(outputs, 1) if output.outputs[0].finish_reason == "error"]
-    for number, answer in failed:
-        show_error(f"prompt {number}: {answer.error}")
-    if failed:
+    failures = list(_failures(outputs))
+    for failure in failures:
+        show_error(failure)
+    if save_stats is not None:
+        from octavo.cli.advise import save
+
+        save(llm.record(), save_stats)
+    if failures:
         raise typer.Exit(1)
 
 
@@ -124,17 +136,41 @@ def _stream(llm: LLM, prompt: Any, params: SamplingParams) -> RequestOutput:
     return last
 
 
+def _as_text(prompt: Prompt | None, output: RequestOutput) -> str:
+    """The prompt, where it is one of many, and its answers, numbered where there are several."""
+    said = [one.text for one in output.outputs]
+    if len(said) > 1:
+        said = [f"[{number}] {text}" for number, text in enumerate(said, 1)]
+    answers = "\n\n".join(said)
+    return answers if prompt is None else f"> {_shown(prompt)}\n{answers}\n"
+
+
 def _as_json(prompt: Prompt, output: RequestOutput) -> str:
-    answer = output.outputs[0]
-    record = {
-        "prompt": prompt,
-        "text": answer.text,
-        "token_ids": answer.token_ids,
-        "finish_reason": answer.finish_reason,
+    """One answer's fields stand beside the prompt's; several are a list, `answers`, and `completion_tokens` is their sum."""
+    answers = [_answer(one) for one in output.outputs]
+    record: dict[str, Any] = {"prompt": prompt}
+    record |= answers[0] if len(answers) == 1 else {"answers": answers}
+    record |= {
         "prompt_tokens": len(output.prompt_token_ids),
-        "completion_tokens": len(answer.token_ids),
+        "completion_tokens": sum(len(one.token_ids) for one in output.outputs),
+        "cached_tokens": output.num_cached_tokens or 0,
     }
-    return json.dumps(record | ({"error": answer.error} if answer.error else {}))
+    if output.prompt_logprobs is not None:
+        record["prompt_logprobs"] = [scores and {key: asdict(one) for key, one in scores.items()} for scores in output.prompt_logprobs]
+    return json.dumps(record)
+
+
+def _answer(answer: CompletionOutput) -> dict[str, Any]:
+    record = {"text": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
+    return record | ({"error": answer.error} if answer.error else {})
+
+
+def _failures(outputs: list[RequestOutput]) -> Iterator[str]:
+    for number, output in enumerate(outputs, 1):
+        for answer in output.outputs:
+            if answer.finish_reason == "error":
+                which = f", answer {answer.index + 1}" if len(output.outputs) > 1 else ""
+                yield f"prompt {number}{which}: {answer.error}"
 
 
 def _shown(prompt: Prompt) -> str:
@@ -142,17 +178,30 @@ def _shown(prompt: Prompt) -> str:
 
 
 def _summary(llm: LLM, outputs: list[RequestOutput], seconds: float) -> str:
-    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    answers = [answer for output in outputs for answer in output.outputs]
+    tokens = sum(len(answer.token_ids) for answer in answers)
     waits = [output.metrics.first_token - output.metrics.arrival for output in outputs if output.metrics.first_token is not None]
-    blocks = llm.stats().blocks
-    ends = Counter(output.outputs[0].finish_reason for output in outputs)
+    shared = sum(output.num_cached_tokens or 0 for output in outputs)
+    stats = llm.stats()
+    blocks = stats.blocks
+    ends = Counter(answer.finish_reason for answer in answers)
     return ", ".join(
         [
             *([f"{len(outputs)} prompts"] if len(outputs) > 1 else []),
+            *([f"{len(answers)} answers"] if len(answers) > len(outputs) else []),
             f"{tokens} tokens",
             f"{tokens / seconds:.1f} tokens/s",
             *([f"first token after {statistics.median(waits):.2f} s"] if waits else []),
-            f"at most {blocks.peak_used} of {blocks.total} KV blocks used",
+            f"at most {blocks.peak_used} of {blocks.ceiling} KV blocks used"
+            + (f" ({blocks.total} committed)" if blocks.total < blocks.ceiling else ""),
+            *([f"{shared} prompt tokens shared"] if shared else []),
+            *([_audits(stats)] if llm.config.memory.check_invariants and stats.steps else []),
             *(f"{count} cut by {CUTS[reason]}" for reason, count in sorted(ends.items()) if reason in CUTS),
         ]
     )
+
+
+def _audits(stats: Stats) -> str:
+    """What --check-invariants cost."""
+    checked, stepped = stats.seconds["check"], stats.seconds["step"]
+    return f"{stats.steps} audits of {checked / stats.steps * 1000:.2f} ms each ({checked / stepped:.0%} of the step time)"

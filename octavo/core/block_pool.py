@@ -39,8 +39,8 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be taken: the free ones, and the cached ones at the price of their content."""
-        return len(self._free) + len(self._cached)
+        """Blocks that may be taken: the free ones, and the cached ones where the pool can grow no more."""
+        return len(self._free) + (len(self._cached) if self.total >= self.ceiling else 0)
 
     @property
     def num_used(self) -> int:

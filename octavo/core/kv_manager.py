@@ -91,11 +91,8 @@ class KVManager:
         if not self._prefix_caching:
             return nodes
         tokens, size, scope = sequence.tokens, self.block_size, sequence.request.scope
-        longest = len(tokens) - 1
-        if sequence.scores_prompt:
-            longest = min(longest, sequence.num_scored)
         node: Node | None = None
-        for start in range(0, longest - size + 1, size):
+        for start in range(0, _shareable(sequence, len(tokens)) - size + 1, size):
             node = self.index.find(node, scope, tokens[start : start + size])
             if node is None:
                 break
@@ -106,7 +103,7 @@ class KVManager:
         """Tokens of the prompt, after those matched, that an earlier request had computed and that were evicted since."""
         tokens, size, missed = sequence.tokens, self.block_size, 0
         chain = nodes[-1].chain if nodes else None
-        for start in range(len(nodes) * size, sequence.num_prompt - size, size):
+        for start in range(len(nodes) * size, _shareable(sequence, sequence.num_prompt) - size + 1, size):
             chain = self.index.remembers(chain, sequence.request.scope, tokens[start : start + size])
             if chain is None:
                 break
@@ -165,7 +162,8 @@ class KVManager:
             return True
         ids, size = table.block_ids, self.block_size
         place = sequence.num_scheduled // size
-        shared = place < len(ids) and self.pool.count(ids[place]) > 1
+        # A block may be named although one table alone holds it: its parent went further, and left.
+        shared = place < len(ids) and (self.pool.count(ids[place]) > 1 or ids[place] in self.index)
         missing = max(0, -(-num_tokens // size) - len(ids))
         if missing + shared > self.pool.num_available:
             return False
@@ -240,8 +238,8 @@ class KVManager:
         self._swap_free += sequence.swapped
         sequence.swapped = []
 
-    def compact(self, total: int, tables: Iterable[BlockTable]) -> int:
-        """Shrink the pool to `total` blocks, moving live ones down; returns how many move."""
+    def compact(self, total: int, tables: Iterable[BlockTable]) -> set[int]:
+        """Shrink the pool to `total` blocks, moving live ones down; returns where to."""
         moves = self.pool.compact(total)
         if moves:
             self.copies += [BlockCopy(Tier.DEVICE, source, Tier.DEVICE, target) for source, target in moves.items()]
@@ -251,7 +249,7 @@ class KVManager:
                     table.block_ids[place] = moves[table.block_ids[place]]
                 if moved:
                     table.num_sent = min(table.num_sent, moved[0])
-        return len(moves)
+        return set(moves.values())
 
     def reset(self, tables: Iterable[BlockTable]) -> int:
         """Forget all prefixes, and name no block of the running sequences; returns the cached blocks that are free now."""
@@ -309,7 +307,8 @@ class KVManager:
             first_write = sequence.num_scheduled // size
             for place, block_id in enumerate(ids):
                 node = self.index.node(block_id)
-                if place >= first_write and (node is not None or (self.pool.count(block_id) > 1 and table.limit > place * size)):
+                shared = node is not None or self.pool.count(block_id) > 1
+                if place >= first_write and shared and table.limit > place * size:
                     raise InvariantError(f"{sequence!r} may write block {block_id}, which is named or shared")
                 if node is None and place < table.num_named != UNNAMED:
                     raise InvariantError(f"{sequence!r} has {table.num_named} named blocks; block {block_id} at {place} is none")
@@ -323,6 +322,11 @@ class KVManager:
         host = [block_id for sequence in swapped for block_id in sequence.swapped]
         if sorted(host + self._swap_free) != list(range(self.swap_total)):
             raise InvariantError(f"{len(host)} host blocks are held and {len(self._swap_free)} are free, of {self.swap_total}")
+
+
+def _shareable(sequence: Sequence, num_tokens: int) -> int:
+    """How many of so many tokens may be shared: the last is computed, to be sampled from, and what is to be scored."""
+    return min(num_tokens - 1, sequence.num_scored) if sequence.scores_prompt else num_tokens - 1
 
 
 NO_UPDATES: list[TableUpdate | None] = [None]

@@ -12,6 +12,8 @@ import struct
 import sys
 from collections import OrderedDict
 
+import msgspec
+
 from octavo.errors import InvariantError
 
 Scope = tuple[str | None, str | None]
@@ -20,18 +22,15 @@ Scope = tuple[str | None, str | None]
 Key = bytes | tuple[Scope, bytes]
 
 
-class Node:
+class Node(msgspec.Struct, eq=False):
     """A block's worth of tokens after those of its ancestors. `chain` stands for all of them, also once nodes are forgotten."""
 
-    __slots__ = ("block_id", "chain", "key", "num_children", "number", "parent")
-
-    def __init__(self, number: int, key: Key, parent: Node | None, chain: int, block_id: int) -> None:
-        self.number = number
-        self.key = key
-        self.parent = parent
-        self.chain = chain
-        self.block_id = block_id
-        self.num_children = 0
+    number: int
+    key: Key
+    parent: Node | None
+    chain: int
+    block_id: int
+    num_children: int = 0
 
 
 class PrefixIndex:
@@ -87,10 +86,13 @@ class PrefixIndex:
         if node.parent is not None:
             node.parent.num_children -= 1
         if remember and self._num_remembered:
-            self._remembered[node.chain] = None
-            self._remembered.move_to_end(node.chain)
-            if len(self._remembered) > self._num_remembered:
-                self._remembered.popitem(last=False)
+            remembered = self._remembered
+            if node.chain in remembered:
+                remembered.move_to_end(node.chain)
+            else:
+                remembered[node.chain] = None
+                if len(remembered) > self._num_remembered:
+                    remembered.popitem(last=False)
 
     def move(self, source: int, target: int) -> None:
         """A block's content lies elsewhere now."""

@@ -95,6 +95,7 @@ class Sequence:
     num_computed: tokens whose keys and values a result has confirmed.
     num_scheduled: num_computed and the tokens of plans in flight.
     num_pending: samples that plans in flight will bring.
+    num_lost: tokens that were computed when it was last preempted.
     num_scored: leading positions whose prompt logprobs have been reported.
     num_cached: prompt tokens that were shared when it was first admitted; None until then.
     residency: raised whenever the slot is given up, so that a late result can be told from a current one.
@@ -114,6 +115,7 @@ class Sequence:
         "leads",
         "num_cached",
         "num_computed",
+        "num_lost",
         "num_pending",
         "num_preemptions",
         "num_prompt",
@@ -147,6 +149,7 @@ class Sequence:
         self.num_scheduled = 0
         self.num_pending = 0
         self.num_scored = 0
+        self.num_lost = 0
         self.num_preemptions = 0
         self.num_cached: int | None = None
         self.scores_prompt = choice == 0 and request.params.prompt_logprobs is not None
@@ -184,6 +187,7 @@ class Sequence:
     def preempt(self) -> None:
         """Give up the slot and what was computed, save for what is swapped out. Results in flight are void; draws repeat."""
         self._enter(Status.PREEMPTED)
+        self.num_lost = self.num_computed
         self._leave_slot()
         self.num_preemptions += 1
 

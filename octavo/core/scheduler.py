@@ -23,7 +23,7 @@ from octavo.core.request import Request, Sequence, Status
 from octavo.core.stats import BlockStats, CompactionReport, History, Rate, Record, Sample, Stats
 from octavo.errors import EngineError, InvalidValueError, InvariantError
 from octavo.outputs import Event, EventKind, FinishReason
-from octavo.plan import MAX_IN_FLIGHT, Assignment, Logprob, Row, StepPlan, StepResult
+from octavo.plan import MAX_IN_FLIGHT, Assignment, Logprob, Row, RowResult, StepPlan, StepResult
 
 UNLIMITED = 1 << 62
 
@@ -43,6 +43,17 @@ class Change(msgspec.Struct, gc=False):
 
 _Flight = tuple[Sequence, int, int, bool]
 """What the scheduler must remember of a row until its result comes: whose it is, its residency, where it ends, whether it samples."""
+
+
+class _InFlight(msgspec.Struct):
+    """What it must remember of a plan. prefilled: tokens of chunks. swapped: who was swapped out by its copies. moved: blocks that
+    compaction moved to."""
+
+    step: int
+    flights: list[_Flight]
+    prefilled: int
+    swapped: list[Sequence]
+    moved: set[int]
 
 
 class Scheduler:
@@ -97,7 +108,9 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._free_slots = list(range(max_batch_size - 1, -1, -1))
         self._released: list[int] = []
-        self._in_flight: deque[tuple[int, list[_Flight], int]] = deque()
+        self._in_flight: deque[_InFlight] = deque()
+        self._swapping: list[Sequence] = []
+        self._lacking = 0
         self._deadlines: list[tuple[float, int, Request]] = []
         self._order = itertools.count(1)
         self._changes: list[Change] = []
@@ -163,6 +176,7 @@ class Scheduler:
             self._sample()
         rows: list[Row] = []
         flights: list[_Flight] = []
+        self._lacking = 0
         budget = self.prefill_chunk_size if self.prefill_chunk_size is not None else UNLIMITED
         preemptions = self._counts["preemptions"]
         running, place, prefilled = self.running, 0, budget
@@ -215,7 +229,8 @@ class Scheduler:
         """
         pool = self.kv.pool
         live = pool.total - pool.num_free
-        target = max(1, live, min(self._preallocated, pool.total), target or 0)
+        # What somebody waits for stays, or it would never come.
+        target = max(1, live + self._lacking, min(self._preallocated, pool.total), target or 0)
         if self._in_flight or target >= pool.total:
             return None
         self._now = now
@@ -223,8 +238,9 @@ class Scheduler:
         moved = self.kv.compact(target, [sequence.table for sequence in self.running if sequence.table is not None])
         self._counts["compactions"] += 1
         size = self.kv.block_bytes
-        self.compaction = CompactionReport(before, target, moved, moved * size, (before - target) * size)
+        self.compaction = CompactionReport(before, target, len(moved), len(moved) * size, (before - target) * size)
         plan = self._plan([], [], 0)  # still with the tail, which the copies read
+        self._in_flight[-1].moved = moved
         self._wanted_blocks = target
         return plan
 
@@ -255,13 +271,13 @@ class Scheduler:
 
     def update(self, result: StepResult) -> list[Change]:
         """Take in the oldest plan's result; returns what changed since the last call."""
-        flights, prefilled = self._land(result.step)
-        if len(result.rows) != len(flights):
-            raise EngineError(f"step {result.step} planned {len(flights)} rows and reports {len(result.rows)}")
-        self._note_result(result, prefilled)
+        landed = self._land(result.step)
+        if len(result.rows) != len(landed.flights):
+            raise EngineError(f"step {result.step} planned {len(landed.flights)} rows and reports {len(result.rows)}")
+        self._note_result(result, landed.prefilled)
         changes = self._changes
         generated = 0
-        for (sequence, residency, end, samples), row in zip(flights, result.rows, strict=True):
+        for (sequence, residency, end, samples), row in zip(landed.flights, result.rows, strict=True):
             if sequence.residency != residency:
                 continue  # preempted or ended meanwhile
             if row.slot != sequence.slot:
@@ -274,8 +290,7 @@ class Scheduler:
             sequence.num_computed = end
             if end >= sequence.table.next_name:  # type: ignore[union-attr]
                 self.kv.name(sequence)
-            if sequence.leads:
-                self._lead(sequence, row.prompt_logprobs)
+            scores = self._lead(sequence, row) if sequence.leads else None
             if samples:
                 sequence.num_pending -= 1
                 tokens, request = sequence.tokens, sequence.request
@@ -286,17 +301,35 @@ class Scheduler:
                         token_ids = token_ids[: place + 1]
                         self._end(sequence, sequence.note_end())
                         break
-                changes.append(Change(sequence, token_ids))
+                changes.append(Change(sequence, token_ids, scores))
+            elif scores:
+                changes.append(Change(sequence, [], scores))
         self._counts["generated"] += generated
         return self.take_changes()
 
     def fail(self, step: int, error: str) -> None:
-        """The oldest plan raised: end the sequences it computed, and no others."""
-        flights, _ = self._land(step)
-        for sequence, residency, _, _ in flights:
-            if sequence.residency == residency:
-                self._end(sequence, "error", error)
-                self._changes.append(Change(sequence, []))
+        """The oldest plan raised: end the sequences it computed, and no others, save for those whose blocks it should have moved.
+
+        Whoever it should have swapped out is recomputed.
+        """
+        landed = self._land(step)
+        lost = [sequence for sequence, residency, _, _ in landed.flights if sequence.residency == residency]
+        for sequence in landed.swapped:
+            if sequence in self._swapped:
+                self._swapped.remove(sequence)
+                self.kv.drop_swapped(sequence)
+                self._waiting.add(sequence)
+            elif sequence.status is Status.RUNNING and sequence not in lost:
+                lost.append(sequence)  # it came back in the plan after this one
+        if landed.moved:
+            self.compaction = None
+            self.reset_prefix_cache()
+            for sequence in self.running:
+                if sequence not in lost and sequence.table and not landed.moved.isdisjoint(sequence.table.block_ids):
+                    lost.append(sequence)
+        for sequence in lost:
+            self._end(sequence, "error", error)
+            self._changes.append(Change(sequence, []))
 
     def take_changes(self) -> list[Change]:
         changes, self._changes = self._changes, []
@@ -387,7 +420,8 @@ class Scheduler:
         self._told_blocks = self._wanted_blocks
         plan = StepPlan(step=self._step, pool_blocks=self._wanted_blocks, released=self._released, copies=self.kv.take_copies(), rows=rows)
         self._released = []
-        self._in_flight.append((self._step, flights, prefilled))
+        self._in_flight.append(_InFlight(self._step, flights, prefilled, self._swapping, set()))
+        self._swapping = []
         return plan
 
     def _sample(self) -> None:
@@ -454,10 +488,9 @@ class Scheduler:
     def _enter(self, sequence: Sequence, leader: Sequence | None, nodes: list[Node]) -> int | None:
         """Give a sequence slot and table; returns the slot it is forked from, if it is."""
         resumes, swapped = sequence.num_preemptions > 0, len(sequence.swapped)
-        if not resumes:
-            self._counts["prompt"] += sequence.num_prompt
-            if not leader:
-                self._counts["missed"] += self.kv.missed(sequence, nodes)
+        first = not resumes and sequence.choice == 0
+        if first:
+            self._counts["missed"] += self.kv.missed(sequence, nodes)
         sequence.run(self._free_slots.pop())
         insort(self.running, sequence, key=_RANK)
         if leader:
@@ -467,9 +500,11 @@ class Scheduler:
         computed = sequence.num_computed
         if sequence.num_cached is None:
             sequence.num_cached = computed
+        if first:
+            self._counts["prompt"] += sequence.num_prompt
             self._counts["cached"] += computed
         if resumes:
-            self._counts["recomputed"] -= computed  # counted in full when it gave way
+            self._counts["recomputed"] += max(0, sequence.num_lost - computed)
             copied = f", {swapped - len(nodes)} of {swapped} swapped blocks copied back" if swapped else ""
             self._note(sequence, "resumed", f"{computed} of {len(sequence.tokens)} tokens are there, {len(nodes)} blocks shared{copied}")
         elif leader:
@@ -489,16 +524,15 @@ class Scheduler:
         """Blocks a fork needs up to a length: new ones, and the copy of a shared tail."""
         return self.kv.blocks_for(reach) - (sequence.num_prompt - 1) // self.kv.block_size
 
-    def _lead(self, sequence: Sequence, prompt_logprobs: list[list[Logprob]] | None) -> None:
-        """What a first answer does for all while it computes the prompt: score it, and let the others follow."""
+    def _lead(self, sequence: Sequence, row: RowResult) -> list[list[Logprob]] | None:
+        """What a first answer does for all while it computes the prompt: score it, and let the others follow. Returns the scores."""
         last = sequence.num_prompt - 1
         if sequence.scores_prompt:
             sequence.num_scored = max(sequence.num_scored, min(sequence.num_computed, last))
-            if prompt_logprobs:
-                self._changes.append(Change(sequence, [], prompt_logprobs))
         if sequence.num_computed >= last:
             self._release_followers(sequence)
             sequence.leads = False
+        return row.prompt_logprobs
 
     def _release_followers(self, leader: Sequence) -> None:
         for follower in leader.followers:
@@ -551,13 +585,13 @@ class Scheduler:
         self._counts["preemptions"] += 1
         if swaps:
             self._counts["swap_outs"] += 1
-        self._counts["recomputed"] += victim.num_computed
         reason = f"{self._lack(lacking, 0)}; {'swapped out' if swaps else 'to be recomputed'}: {compared}"
         self._leave(victim)
         victim.preempt()
         self._note(victim, "preempted", reason)
         if swaps:
             self._swapped.appendleft(victim)
+            self._swapping.append(victim)
         else:
             self._waiting.add(victim)
 
@@ -587,6 +621,7 @@ class Scheduler:
     def _grows_for(self, lacking: int) -> bool:
         """Whether the pool grows, or is told to, where blocks are lacking."""
         pool = self.kv.pool
+        self._lacking = max(self._lacking, lacking)
         if self._wanted_blocks <= pool.total < pool.ceiling:
             more = max(lacking - pool.num_available, pool.total // 8, 1)
             self._wanted_blocks = min(pool.ceiling, pool.total + more)
@@ -637,11 +672,10 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
         self._released.append(sequence.slot)
 
-    def _land(self, step: int) -> tuple[list[_Flight], int]:
-        if not self._in_flight or self._in_flight[0][0] != step:
+    def _land(self, step: int) -> _InFlight:
+        if not self._in_flight or self._in_flight[0].step != step:
             raise EngineError(f"step {step} is not the oldest plan in flight")
-        _, flights, prefilled = self._in_flight.popleft()
-        return flights, prefilled
+        return self._in_flight.popleft()
 
     def _lack(self, wanted: int, spoken_for: int) -> str:
         pool = self.kv.pool

@@ -155,7 +155,7 @@ class Engine:
             self._changes.clear()
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns the requests that gained text or ended. Deltas grow until `mark_read`."""
+        """Run one step; returns the requests that gained text or ended, their text unread."""
         began = time.perf_counter()
         plan = self.scheduler.schedule(self._clock())
         self._seconds["schedule"] += time.perf_counter() - began
@@ -189,7 +189,7 @@ class Engine:
             self._changes += self._execute(plan)
         report = self.scheduler.compaction
         if report is None:
-            raise EngineError("a compaction left no report")
+            raise EngineError("the compaction failed; the sequences whose blocks were to move ended with an error")
         return dataclasses.replace(report, seconds=time.perf_counter() - began)
 
     def _execute(self, plan: StepPlan) -> list[Change]:
@@ -238,7 +238,7 @@ class Engine:
                 sequence.error,
             )
         completion.text += delta
-        completion.delta += delta
+        completion.unread += delta
         output.num_cached_tokens = live.request.sequences[0].num_cached
         output.metrics.preemptions = sum(one.num_preemptions for one in live.request.sequences)
         if all(answer.finish_reason for answer in output.outputs):
@@ -248,7 +248,11 @@ class Engine:
         return output
 
     def _readable(self, tokens: list[RankedToken]) -> dict[int, Logprob]:
-        return {one.token_id: Logprob(one.logprob, one.rank, self.tokenizer.decode([one.token_id])) for one in tokens}
+        return {one.token_id: Logprob(one.logprob, one.rank, self._text(one.token_id)) for one in tokens}
+
+    def _text(self, token_id: int) -> str:
+        """One token as it reads in the middle of a text, special ones by name."""
+        return self.tokenizer.decode([token_id], skip_special_tokens=False, continuation=True)
 
 
 def _seed(engine_seed: int, number: int) -> int:

@@ -127,12 +127,11 @@ class LLM:
         try:
             while not finished:
                 for _ in self._run({request_id}):
-                    output = self._unread.pop(request_id)
+                    output = self._unread.pop(request_id).read()
                     finished = output.finished
                     if finished:
                         self._rest()
                     yield output
-                    output.mark_read()
         finally:
             if not finished:
                 self._drop([request_id])

@@ -273,6 +273,7 @@ class SimulatedExecutor(Executor):
             self._require(end <= len(table) * block_size, f"{name} computes up to {end} and has {len(table)} blocks of {block_size}")
             for block_id in table[row.start // block_size : (end - 1) // block_size + 1]:
                 self._require(block_id != HOLE, f"{name} writes into a hole")
+                self._require(block_id < self.committed, f"{name} writes block {block_id} of {self.committed}")
                 # A slot without a row may hold a table that its next row will change; what it then reads is compared.
                 others = (self._holders[group, block_id] & planned) - {row.slot}
                 self._require(not others, f"{name} writes block {block_id}, which slots {sorted(others)} hold")

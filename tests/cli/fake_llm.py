@@ -4,8 +4,9 @@ import signal
 from types import SimpleNamespace
 from typing import ClassVar
 
+from octavo.core.scheduler import Scheduler
 from octavo.errors import ChatTemplateError, PromptTooLongError
-from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 WORDS = ["Four", " score", "\nand", " séven"]
 
@@ -13,6 +14,8 @@ WORDS = ["Four", " score", "\nand", " séven"]
 class FakeLLM:
     capacity = "no memory at all"
     made: ClassVar[list["FakeLLM"]] = []
+    cached = 0
+    ceiling = 64
 
     def __init__(self, model, config, on_tensor):
         self.model, self.config = str(model), config
@@ -44,7 +47,7 @@ class FakeLLM:
                 finish = "length" if count == limit else "stop" if count == len(WORDS) else None
                 if text == "fail" and count == 2:
                     finish = "error"
-                yield self._output(prompt, count, finish)
+                yield self._output(prompt, params, count, finish)
                 if finish == "error":
                     return
                 if text in ("interrupt", "interrupt twice"):
@@ -63,19 +66,34 @@ class FakeLLM:
                 on_progress(last)
         return outputs
 
-    def _output(self, prompt, count, finish):
+    def _output(self, prompt, params, count, finish):
+        """Each answer begins with one word less than the one before; where one fails it is the last."""
+        answers = [
+            CompletionOutput(choice, "".join(WORDS[choice:count]), list(range(choice, count)), finish, delta=WORDS[count - 1])
+            for choice in range(params.n)
+        ]
+        if finish == "error":
+            answers[-1].error = "a NaN"
+            for answer in answers[:-1]:
+                answer.finish_reason = "stop"
+        token_ids = [7] * len(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
         return RequestOutput(
             request_id=str(len(self.prompts)),
             prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=[7] * len(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"],
-            outputs=[CompletionOutput(0, "".join(WORDS[:count]), list(range(count)), finish, error="a NaN" if finish == "error" else None)],
+            prompt_token_ids=token_ids,
+            outputs=answers,
             finished=finish is not None,
             metrics=RequestMetrics(arrival=1.0, first_token=1.25, finished=2.0),
-            delta=WORDS[count - 1],
+            num_cached_tokens=self.cached,
+            prompt_logprobs=None if params.prompt_logprobs is None else [None, *[{7: Logprob(-0.5, 2, " a")}] * (len(token_ids) - 1)],
         )
 
     def stats(self):
-        return SimpleNamespace(blocks=SimpleNamespace(total=64, used=0, peak_used=3))
+        blocks = SimpleNamespace(total=64, used=0, peak_used=3, ceiling=self.ceiling)
+        return SimpleNamespace(blocks=blocks, steps=40, seconds={"check": 0.1, "step": 0.4})
+
+    def record(self):
+        return Scheduler(num_blocks=8).record(longest=128, stats=Scheduler(num_blocks=8).stats())
 
     def close(self):
         self.closed = True

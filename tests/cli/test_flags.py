@@ -60,7 +60,9 @@ def test_flags_win_over_the_file(octavo, tmp_path):
     [
         (("--block-size", "large"), "--block-size: 'large'; allowed: a power of two"),
         (("--device", "tpu"), "--device: 'tpu'; allowed: auto or cpu or cuda"),
-        (("--prefix-caching",), "--prefix-caching: True is not available"),
+        (("--kv-cache-dtype", "int8"), "--kv-cache-dtype: 'int8' is not available"),
+        (("--swap-space", "much"), "--swap-space: 'much'; allowed: bytes up to 2^60, or a size"),
+        (("--policy", "lifo"), "--policy: 'lifo'; allowed: fcfs or priority"),
         (("--max-blocks", "5", "--kv-cache-memory", "1GB"), "both set the pool's ceiling"),
     ],
 )
@@ -75,6 +77,23 @@ def test_what_reaches_the_engine(generate, llm):
     config = EngineConfig.create(block_size=8, seed=3, timeout_ms=500)
     assert llm().config == config
     assert llm().params == [SamplingParams(max_tokens=128, seed=3, timeout_ms=500, stop_token_ids=(4, 0))]
+
+
+def test_what_the_memory_manager_takes_is_a_flag(generate, llm):
+    words = "--no-prefix-caching --swap-space 1GiB --policy priority --check-invariants"
+    generate("Hi", *words.split())
+    expected = EngineConfig.create(prefix_caching=False, swap_space=2**30, policy="priority", check_invariants=True)
+    assert llm().config == expected
+    words = "--n 3 --prompt-logprobs 0 --priority -4 --cache-salt ours --json"
+    assert generate("Hi", *words.split()).exit_code == 0
+    assert llm().params == [SamplingParams(max_tokens=128, n=3, prompt_logprobs=0, priority=-4, cache_salt="ours")]
+
+
+def test_a_conversation_has_one_answer_and_one_user(chat):
+    for flag in ("--n", "--prompt-logprobs", "--priority", "--cache-salt"):
+        result = chat("Hi", flags=(flag, "2"))
+        assert result.exit_code == 2
+        assert "No such option" in result.stderr
 
 
 def test_sampling_defaults_are_the_engines_but_for_max_tokens(generate, chat, llm):

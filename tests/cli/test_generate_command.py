@@ -38,7 +38,50 @@ class TestOnePrompt:
             "finish_reason": "stop",
             "prompt_tokens": 5,
             "completion_tokens": 4,
+            "cached_tokens": 0,
         }
+
+    def test_json_with_prompt_logprobs(self, generate):
+        record = json.loads(generate("Hey", "--json", "--prompt-logprobs", "1").stdout)
+        assert record["prompt_logprobs"] == [None, *[{"7": {"logprob": -0.5, "rank": 2, "decoded_token": " a"}}] * 2]
+
+
+class TestSeveralAnswers:
+    """Each of the fake's answers begins a word later than the one before."""
+
+    def test_are_numbered(self, generate):
+        result = generate("Hello", "--n", "3")
+        assert result.stdout == f"[1] {ANSWER}\n\n[2] {''.join(WORDS[1:])}\n\n[3] {''.join(WORDS[2:])}\n"
+        assert result.stderr.startswith("3 answers, 9 tokens, ")
+
+    def test_of_several_prompts_stand_under_theirs(self, generate):
+        result = generate("first", "second", "--n", "2")
+        answers = f"[1] {ANSWER}\n\n[2] {''.join(WORDS[1:])}\n"
+        assert result.stdout == f"> first\n{answers}\n> second\n{answers}\n"
+        assert result.stderr.startswith("2 prompts, 4 answers, 14 tokens, ")
+
+    def test_json_has_them_in_a_list(self, generate):
+        assert json.loads(generate("Hello", "--n", "2", "--json").stdout) == {
+            "prompt": "Hello",
+            "answers": [
+                {"text": ANSWER, "token_ids": [0, 1, 2, 3], "finish_reason": "stop"},
+                {"text": "".join(WORDS[1:]), "token_ids": [1, 2, 3], "finish_reason": "stop"},
+            ],
+            "prompt_tokens": 5,
+            "completion_tokens": 7,
+            "cached_tokens": 0,
+        }
+
+    def test_of_which_one_fails(self, generate):
+        result = generate("first", "fail", "--n", "2", "--json")
+        assert result.exit_code == 1
+        assert result.stderr.endswith("octavo: error: prompt 2, answer 2: a NaN\n")
+        answers = json.loads(result.stdout.splitlines()[1])["answers"]
+        assert [answer.get("error") for answer in answers] == [None, "a NaN"]
+        assert generate("fail", "--n", "2").exit_code == 1
+
+    def test_that_are_cut_are_all_counted(self, generate):
+        assert ", 3 cut by --max-tokens" in generate("Hi", "--n", "3", "--max-tokens", "3").stderr
 
 
 class TestManyPrompts:
@@ -83,6 +126,16 @@ class TestFailures:
             (("a", "--temperature", "-1"), None, "temperature: -1.0; allowed: a number from 0"),
             (("a", "--max-tokens", "0"), None, "max_tokens: 0; allowed: a whole number from 1"),
             (("a", "--top-p", "nan"), None, "top_p: nan; allowed"),
+            (("a", "--n", "0"), None, "n: 0; allowed: a whole number from 1 to 1024"),
+            (("a", "--cache-salt", ""), None, "cache_salt: ''; allowed: a text that is not empty"),
+            (("a", "--prompt-logprobs", "21", "--json"), None, "prompt_logprobs: 21; allowed: a whole number from 0 to 20"),
+            (("a", "--prompt-logprobs", "2"), None, "--prompt-logprobs: they are printed as JSON only; give --json too"),
+            (
+                ("a", "--save-stats", "nowhere/run.json"),
+                None,
+                "nowhere/run.json: the record cannot be written (there is no folder nowhere)",
+            ),
+            (("a", "--save-stats", "."), None, ".: the record cannot be written (it is a folder)"),
             (("a", "--block-size", "7"), None, "--block-size: 7; allowed: a power of two"),
             (("a", "--config", "nowhere.yaml"), None, "nowhere.yaml: the configuration file cannot be read"),
             (("a", "--model", "./nowhere"), None, "./nowhere: no such file or folder"),
@@ -154,3 +207,42 @@ def test_what_was_loaded_is_said_first(octavo, model):
 
 def test_a_cut_answer_says_so(generate):
     assert generate("Hi", "--max-tokens", "2").stderr.endswith(", 1 cut by --max-tokens or the end of the context\n")
+
+
+def test_shared_tokens_are_told(generate, monkeypatch):
+    monkeypatch.setattr(FakeLLM, "cached", 16)
+    assert "KV blocks used, 32 prompt tokens shared\n" in generate("Hi", "Ho").stderr
+    assert json.loads(generate("Hi", "--json").stdout)["cached_tokens"] == 16
+    monkeypatch.setattr(FakeLLM, "cached", None)  # it ended before it was admitted
+    assert json.loads(generate("Hi", "--json").stdout)["cached_tokens"] == 0
+
+
+def test_a_pool_that_may_grow_says_how_much_of_it_is_committed(generate, monkeypatch):
+    monkeypatch.setattr(FakeLLM, "ceiling", 1024)
+    assert generate("Hi").stderr.endswith(", at most 3 of 1024 KV blocks used (64 committed)\n")
+
+
+def test_the_cost_of_audits_is_told(generate):
+    assert generate("Hi", "--check-invariants").stderr.endswith(" KV blocks used, 40 audits of 2.50 ms each (25% of the step time)\n")
+
+
+class TestRecord:
+    def test_is_written_and_advised_on(self, generate, octavo, tmp_path):
+        file = tmp_path / "run.json"
+        assert generate("Hi", "--save-stats", file).exit_code == 0
+        advised = octavo("advise", file)
+        assert (advised.exit_code, advised.stderr) == (0, "")
+        assert advised.stdout.startswith("no load yet")
+        assert octavo("advise", stdin=file.read_text()).stdout == advised.stdout
+        assert json.loads(octavo("advise", file, "--json").stdout)
+
+    def test_is_written_where_a_prompt_fails(self, generate, tmp_path):
+        result = generate("fail", "--save-stats", tmp_path / "run.json")
+        assert (result.exit_code, "a NaN" in result.stderr) == (1, True)
+        assert (tmp_path / "run.json").exists()
+
+    def test_that_is_none_is_refused(self, octavo, tmp_path):
+        (tmp_path / "run.json").write_text("{}")
+        result = octavo("advise", tmp_path / "run.json")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.startswith(f"octavo: error: {tmp_path / 'run.json'}: not a record of this version")

@@ -25,7 +25,17 @@ def octavo(*words, before="", **streams):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **streams)
 
 
-@pytest.mark.parametrize("words", [("--help",), ("generate", "--help"), ("config",), ("generate", "--temperature", "-1", "hi")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--help",),
+        ("generate", "--help"),
+        ("config",),
+        ("generate", "--temperature", "-1", "hi"),
+        ("bench", "memory", "--help"),
+        ("advise", "nowhere.json"),
+    ],
+)
 def test_torch_is_not_imported(words):
     code = f"""
 import sys
@@ -51,8 +61,7 @@ def test_a_closed_pipe_is_no_fault(tmp_path):
 def test_an_interrupt_while_it_works(tmp_path):
     slow = "fake_llm.FakeLLM.stats = lambda self: (print('now', flush=True), time.sleep(60))"
     with octavo("generate", "--model", str(tmp_path), "hi", before=slow) as process:
-        while process.stdout.readline() != "now\n":
-            pass
+        assert "now\n" in iter(process.stdout.readline, "")
         process.send_signal(signal.SIGINT)
         assert process.stderr.read().endswith(": no memory at all\n")
     assert process.returncode == 130

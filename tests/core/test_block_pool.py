@@ -28,7 +28,7 @@ def books(pool):
 def check(pool):
     pool.check()
     assert pool.num_free + pool.num_cached + pool.num_used == pool.total
-    assert pool.num_available == pool.num_free + pool.num_cached
+    assert pool.num_available == pool.num_free + pool.num_cached * (pool.total == pool.ceiling)
 
 
 # Free and used

@@ -244,7 +244,7 @@ class Memory(RuleBasedStateMachine):
         tables = [sequence.table for sequence in self.running]
         if live <= total <= self.pool.total:
             moved = self.pool.num_live_above(total)
-            assert self.manager.compact(total, tables) == moved
+            assert len(self.manager.compact(total, tables)) == moved
             assert (len(self.manager.copies), self.pool.total) == (len(before[-1]) + moved, total)
             self.carry_out(self.contents, self.manager.take_copies())  # with the tail still there
             self.contents = {place: marks for place, marks in self.contents.items() if place[0] is Tier.HOST or place[1] < total}
@@ -550,12 +550,13 @@ def test_answer_of_one_token_to_a_scored_prompt_is_reported_as_ended_once(max_to
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_prompt_scored_in_part_and_computed_anew_in_smaller_chunks_is_scored_once(in_flight):
     """Preempted in the middle of its prompt, and back without a cache, in chunks that end before what was scored."""
-    driver = Driver(num_blocks=14, prefill_chunk_size=8, in_flight=in_flight, prefix_caching=False)
+    driver = Driver(num_blocks=12, prefill_chunk_size=8, in_flight=in_flight, prefix_caching=False)
     driver.add("first", [1] * 4, 34)
     scored = driver.add("scored", list(range(34)), 3, prompt_logprobs=0)
     while not scored.num_preemptions:
-        driver.scheduler.prefill_chunk_size = 8 if scored.num_scored < 16 else 1
+        driver.scheduler.prefill_chunk_size = 8 if scored.num_scheduled < 16 else 1
         driver.step()
+        assert not scored.finished
     assert 16 <= scored.num_scored < 33
     driver.scheduler.prefill_chunk_size = 3
     driver.run()

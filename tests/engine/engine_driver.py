@@ -57,8 +57,7 @@ def run(engine, limit=5000):
             assert output.request_id not in ended
             ended |= {output.request_id} if output.finished else set()
             assert output.finished == all(one.finish_reason is not None for one in output.outputs)
-            deltas.setdefault(output.request_id, []).append(output.delta)
-            output.mark_read()
+            deltas.setdefault(output.request_id, []).append(output.read().delta)
             last[output.request_id] = output
     assert not engine.has_work
     assert ended == set(last)

@@ -52,7 +52,7 @@ def test_answers_share_the_blocks_of_their_prompt():
         engine.step()
         peak = max(peak, engine.stats().blocks.used)
     assert peak == 8 + 4 * 2  # the prompt's full blocks once, and each answer's own for nine tokens
-    assert engine.stats().prompt_tokens == 4 * 33
+    assert engine.stats().prompt_tokens == 33
 
 
 def test_more_answers_than_a_batch_holds_take_turns():
@@ -73,10 +73,10 @@ def test_deltas_are_each_answers_own_and_grow_until_they_are_read():
             for output in engine.step():
                 if next(seen) % patience and not output.finished:
                     continue
-                assert output.delta == output.outputs[0].delta
+                assert output.read().delta == output.outputs[0].delta
                 texts = [text + one.delta for text, one in zip(texts, output.outputs, strict=True)]
                 assert texts == [one.text for one in output.outputs]
-                output.mark_read()
+                output.read()
                 assert [one.delta for one in output.outputs] == ["", "", ""]
         assert output.request_id == request_id
         assert texts == list(ends.values())
@@ -388,7 +388,7 @@ def test_compaction_amid_a_request_changes_nothing_it_says():
         if number % 3 == 2 and (report := engine.compact()) is not None:
             reports.append(report)
             assert engine.stats().blocks.total == report.blocks_after == engine.executor.committed
-            assert engine.stats().blocks.free == 0 or report.blocks_after == 4
+            assert engine.stats().blocks.free <= engine.scheduler._lacking or report.blocks_after == 4
     for number in range(6):
         answers = [one.token_ids for one in last[str(number)].outputs]
         assert answers == [drawn(number, choice, 5 if number < 5 else 40) for choice in range(1 + number % 2)]
@@ -431,6 +431,14 @@ def test_compaction_keeps_cached_prefixes_until_they_are_forgotten():
     engine.scheduler.reset_prefix_cache()
     assert engine.compact().blocks_after == 2
     assert ask(engine, prompt_of(41)).num_cached_tokens == 0
+
+
+def test_cached_prefixes_are_kept_while_the_pool_may_grow():
+    engine = make_engine(eos=(), num_blocks=64, committed_blocks=2)
+    ask(engine, prompt_of(41))
+    ask(engine, prompt_of(90, 3))
+    assert engine.stats().evicted_blocks == 0
+    assert ask(engine, prompt_of(41)).num_cached_tokens == 40
 
 
 def test_memory_is_given_back_at_rest_where_it_was_not_needed_since_the_last():
