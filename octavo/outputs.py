@@ -44,7 +44,7 @@ class CompletionOutput:
     """What went wrong, where `finish_reason` is `error`."""
     delta: str = ""
     """Text added between the last two calls of `RequestOutput.read`: since the previous output of a stream."""
-    unread: str = ""
+    unread: str = field(default="", repr=False)
     """Text added since then."""
 
 

@@ -16,12 +16,13 @@ class BlockPool:
     again; where none is free the cached one that was used longest ago is, children before their parents: a sequence gives back
     its blocks deepest first, and whoever uses a child uses its parents too.
 
-    `total` is what is committed; it grows up to `ceiling` and shrinks to what is live.
+    `total` is what is committed; it grows up to `ceiling`, unless `is_closed`, and shrinks to what is live.
     """
 
     def __init__(self, total: int, index: PrefixIndex, ceiling: int | None = None) -> None:
         self.total = total
         self.ceiling = max(total, ceiling or 0)
+        self.is_closed = False
         self.peak_used = 0
         self.num_evicted = 0
         self._index = index
@@ -40,7 +41,12 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that may be taken: the free ones, and the cached ones where the pool can grow no more."""
-        return len(self._free) + (len(self._cached) if self.total >= self.ceiling else 0)
+        return len(self._free) + (len(self._cached) if self.evicts else 0)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether cached blocks are given up: not as long as there may be more."""
+        return self.is_closed or self.total >= self.ceiling
 
     @property
     def num_used(self) -> int:

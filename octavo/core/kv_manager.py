@@ -112,7 +112,8 @@ class KVManager:
 
     def num_missing(self, num_tokens: int, nodes: list[Node]) -> int:
         """Blocks that must be available for a sequence of so many tokens to begin with these nodes."""
-        kept = sum(self.pool.count(node.block_id) == 0 for node in nodes)
+        # Where cached blocks count as available, those that are kept must not be counted on.
+        kept = sum(self.pool.count(node.block_id) == 0 for node in nodes) if self.pool.evicts else 0
         return self.blocks_for(num_tokens) - len(nodes) + kept
 
     def begin(self, sequence: Sequence, nodes: list[Node]) -> None:
@@ -238,8 +239,8 @@ class KVManager:
         self._swap_free += sequence.swapped
         sequence.swapped = []
 
-    def compact(self, total: int, tables: Iterable[BlockTable]) -> set[int]:
-        """Shrink the pool to `total` blocks, moving live ones down; returns where to."""
+    def compact(self, total: int, tables: Iterable[BlockTable]) -> int:
+        """Shrink the pool to `total` blocks, moving live ones down; returns how many move."""
         moves = self.pool.compact(total)
         if moves:
             self.copies += [BlockCopy(Tier.DEVICE, source, Tier.DEVICE, target) for source, target in moves.items()]
@@ -249,7 +250,7 @@ class KVManager:
                     table.block_ids[place] = moves[table.block_ids[place]]
                 if moved:
                     table.num_sent = min(table.num_sent, moved[0])
-        return set(moves.values())
+        return len(moves)
 
     def reset(self, tables: Iterable[BlockTable]) -> int:
         """Forget all prefixes, and name no block of the running sequences; returns the cached blocks that are free now."""

@@ -37,7 +37,7 @@ class Request:
     max_length: tokens, prompt included, at which every answer ends; never more than the longest sequence the engine holds.
     deadline: when the request times out, on the clock that `Scheduler.schedule` is given; None for never.
     scope: adapter and cache salt, where there is one; prefixes are shared within it.
-    events: what was done with the request and why, oldest first.
+    events: what was done with the request and why, oldest first. num_live: answers that have not ended.
     """
 
     __slots__ = (
@@ -48,6 +48,7 @@ class Request:
         "eos_token_ids",
         "events",
         "max_length",
+        "num_live",
         "params",
         "prompt_token_ids",
         "request_id",
@@ -82,10 +83,11 @@ class Request:
         self.scope = None if adapter is None and params.cache_salt is None else (adapter, params.cache_salt)
         self.events: list[Event] = []
         self.sequences = [Sequence(self, choice) for choice in range(params.n)]
+        self.num_live = params.n
 
     @property
     def finished(self) -> bool:
-        return all(sequence.status is Status.FINISHED for sequence in self.sequences)
+        return self.num_live == 0
 
 
 class Sequence:
@@ -195,6 +197,7 @@ class Sequence:
         self._enter(Status.FINISHED)
         self._leave_slot()
         self.finish_reason, self.error = reason, error
+        self.request.num_live -= 1
 
     def note_end(self) -> FinishReason:
         """Why the token added last is the last one."""

@@ -30,6 +30,12 @@ UNLIMITED = 1 << 62
 STEPS_BETWEEN_MATCHES = 16
 """How often a sequence that found no room is matched anew: its prefix may have been computed meanwhile."""
 
+SECONDS_CLOSED = 10.0
+"""How long a pool that could not grow is left at its size."""
+
+FAILURES_ALLOWED = 3
+"""Plans in a row that may raise while the pool is to grow for somebody, before it is held that it cannot."""
+
 GROWS = "the pool grows from {} blocks to {}"
 
 
@@ -46,14 +52,13 @@ _Flight = tuple[Sequence, int, int, bool]
 
 
 class _InFlight(msgspec.Struct):
-    """What it must remember of a plan. prefilled: tokens of chunks. swapped: who was swapped out by its copies. moved: blocks that
-    compaction moved to."""
+    """What it must remember of a plan. prefilled: tokens of chunks. swapped: who was swapped out by its copies. moves: it compacts."""
 
     step: int
     flights: list[_Flight]
     prefilled: int
     swapped: list[Sequence]
-    moved: set[int]
+    moves: bool
 
 
 class Scheduler:
@@ -95,7 +100,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.history = History()
         self.growth_refused: str | None = None
-        """Why the pool stays at its size, once it does."""
+        """Why the pool could not grow when it last should have."""
         self.compaction: CompactionReport | None = None
         """The last one, its seconds left to who carries it out."""
         self._preallocated = committed
@@ -111,6 +116,8 @@ class Scheduler:
         self._in_flight: deque[_InFlight] = deque()
         self._swapping: list[Sequence] = []
         self._lacking = 0
+        self._closed_until = 0.0
+        self._failures = 0
         self._deadlines: list[tuple[float, int, Request]] = []
         self._order = itertools.count(1)
         self._changes: list[Change] = []
@@ -157,7 +164,7 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return False
-        request.sequences[0].followers, followers = [], request.sequences[0].followers
+        request.sequences[0].followers, followers = [], set(request.sequences[0].followers)
         for sequence in request.sequences:
             if not sequence.finished:
                 if sequence in followers:
@@ -172,6 +179,8 @@ class Scheduler:
         self._expire(now)
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             return None
+        if self.kv.pool.is_closed and now >= self._closed_until:
+            self.kv.pool.is_closed = False
         if now >= self.history.due:
             self._sample()
         rows: list[Row] = []
@@ -207,7 +216,7 @@ class Scheduler:
                 if (count := min(sequence.num_to_schedule, budget)) > 0:
                     if not self._make_room(sequence, start + count, place):
                         place += sequence.status is Status.RUNNING
-                        continue  # it gave way itself, or waits for the pool to grow
+                        continue  # it gave way itself, or nothing is admitted before the pool has grown for it
                     budget -= count
                     self._plan_row(sequence, count, rows, flights)
                 spoken_for += self._blocks_ahead(sequence)
@@ -238,9 +247,9 @@ class Scheduler:
         moved = self.kv.compact(target, [sequence.table for sequence in self.running if sequence.table is not None])
         self._counts["compactions"] += 1
         size = self.kv.block_bytes
-        self.compaction = CompactionReport(before, target, len(moved), len(moved) * size, (before - target) * size)
+        self.compaction = CompactionReport(before, target, moved, moved * size, (before - target) * size)
         plan = self._plan([], [], 0)  # still with the tail, which the copies read
-        self._in_flight[-1].moved = moved
+        self._in_flight[-1].moves = moved > 0
         self._wanted_blocks = target
         return plan
 
@@ -274,6 +283,7 @@ class Scheduler:
         landed = self._land(result.step)
         if len(result.rows) != len(landed.flights):
             raise EngineError(f"step {result.step} planned {len(landed.flights)} rows and reports {len(result.rows)}")
+        self._failures = 0
         self._note_result(result, landed.prefilled)
         changes = self._changes
         generated = 0
@@ -308,25 +318,30 @@ class Scheduler:
         return self.take_changes()
 
     def fail(self, step: int, error: str) -> None:
-        """The oldest plan raised: end the sequences it computed, and no others, save for those whose blocks it should have moved.
+        """The oldest plan raised: end the sequences it computed, and no others; where it should have moved blocks, all that run.
 
-        Whoever it should have swapped out is recomputed.
+        Whoever it should have swapped out is recomputed. A pool that was to grow stays at its size for a while.
         """
         landed = self._land(step)
-        lost = [sequence for sequence, residency, _, _ in landed.flights if sequence.residency == residency]
-        for sequence in landed.swapped:
+        swapped = landed.swapped
+        if landed.moves:
+            self.compaction = None
+            self.reset_prefix_cache()
+            lost = list(self.running)
+            swapped = swapped + [sequence for later in self._in_flight for sequence in later.swapped]
+        else:
+            lost = [sequence for sequence, residency, _, _ in landed.flights if sequence.residency == residency]
+        if not landed.flights and self._wanted_blocks > self.kv.pool.total:
+            self._failures += 1
+            if self._failures >= FAILURES_ALLOWED:
+                self._close(error)
+        for sequence in swapped:
             if sequence in self._swapped:
                 self._swapped.remove(sequence)
                 self.kv.drop_swapped(sequence)
                 self._waiting.add(sequence)
             elif sequence.status is Status.RUNNING and sequence not in lost:
                 lost.append(sequence)  # it came back in the plan after this one
-        if landed.moved:
-            self.compaction = None
-            self.reset_prefix_cache()
-            for sequence in self.running:
-                if sequence not in lost and sequence.table and not landed.moved.isdisjoint(sequence.table.block_ids):
-                    lost.append(sequence)
         for sequence in lost:
             self._end(sequence, "error", error)
             self._changes.append(Change(sequence, []))
@@ -420,7 +435,7 @@ class Scheduler:
         self._told_blocks = self._wanted_blocks
         plan = StepPlan(step=self._step, pool_blocks=self._wanted_blocks, released=self._released, copies=self.kv.take_copies(), rows=rows)
         self._released = []
-        self._in_flight.append(_InFlight(self._step, flights, prefilled, self._swapping, set()))
+        self._in_flight.append(_InFlight(self._step, flights, prefilled, self._swapping, False))
         self._swapping = []
         return plan
 
@@ -476,7 +491,7 @@ class Scheduler:
                 self._swapped.popleft()
             else:
                 self._waiting.remove(sequence)
-            source = self._enter(sequence, leader, nodes)
+            source = self._seat(sequence, leader, nodes)
             count = min(sequence.num_to_schedule, budget)
             budget -= count
             if not kv.allocate(sequence, sequence.num_scheduled + count):
@@ -485,7 +500,7 @@ class Scheduler:
             spoken_for += self._blocks_ahead(sequence)
         return budget
 
-    def _enter(self, sequence: Sequence, leader: Sequence | None, nodes: list[Node]) -> int | None:
+    def _seat(self, sequence: Sequence, leader: Sequence | None, nodes: list[Node]) -> int | None:
         """Give a sequence slot and table; returns the slot it is forked from, if it is."""
         resumes, swapped = sequence.num_preemptions > 0, len(sequence.swapped)
         first = not resumes and sequence.choice == 0
@@ -505,7 +520,7 @@ class Scheduler:
             self._counts["cached"] += computed
         if resumes:
             self._counts["recomputed"] += max(0, sequence.num_lost - computed)
-            copied = f", {swapped - len(nodes)} of {swapped} swapped blocks copied back" if swapped else ""
+            copied = f", {max(0, swapped - len(nodes))} of {swapped} swapped blocks copied back" if swapped else ""
             self._note(sequence, "resumed", f"{computed} of {len(sequence.tokens)} tokens are there, {len(nodes)} blocks shared{copied}")
         elif leader:
             self._note(sequence, "admitted", f"forked from choice {leader.choice} after {computed} tokens")
@@ -622,7 +637,7 @@ class Scheduler:
         """Whether the pool grows, or is told to, where blocks are lacking."""
         pool = self.kv.pool
         self._lacking = max(self._lacking, lacking)
-        if self._wanted_blocks <= pool.total < pool.ceiling:
+        if self._wanted_blocks <= pool.total and not pool.evicts:
             more = max(lacking - pool.num_available, pool.total // 8, 1)
             self._wanted_blocks = min(pool.ceiling, pool.total + more)
         return self._wanted_blocks > pool.total
@@ -632,7 +647,7 @@ class Scheduler:
         pool = self.kv.pool
         free = pool.num_free
         self._peak_live = max(self._peak_live, pool.total - free)
-        if pool.total < pool.ceiling and free * 8 < pool.total and self._wanted_blocks <= pool.total and self.running:
+        if not pool.evicts and free * 8 < pool.total and self._wanted_blocks <= pool.total and self.running:
             self._wanted_blocks = min(pool.ceiling, pool.total + max(pool.total // 4, len(self.running)))
 
     def _note_result(self, result: StepResult, prefilled: int) -> None:
@@ -641,12 +656,19 @@ class Scheduler:
         if pool.total < result.committed_blocks and pool.total < self._wanted_blocks:
             pool.grow(min(result.committed_blocks, self._wanted_blocks))
         if result.growth_refused is not None and pool.total < self._wanted_blocks:
-            self.growth_refused = result.growth_refused
-            self._wanted_blocks = pool.ceiling = pool.total
-        if prefilled and result.forward_seconds > 0:
+            self._close(result.growth_refused)
+        # A step that decodes more than it prefills says little of what prefilling takes.
+        if prefilled >= 4 * len(result.rows) and result.forward_seconds > 0:
             self._prefill_rate.add(prefilled, result.forward_seconds)
         if result.copied_bytes and result.copy_seconds > 0:
             self._copy_rate.add(result.copied_bytes, result.copy_seconds)
+
+    def _close(self, refusal: str) -> None:
+        """The pool stays at its size, for a while."""
+        self.growth_refused = refusal
+        self._wanted_blocks = self.kv.pool.total
+        self.kv.pool.is_closed = True
+        self._closed_until = self._now + SECONDS_CLOSED
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         if sequence.status is Status.RUNNING:

@@ -208,7 +208,7 @@ class Engine:
             changes = self.scheduler.update(result)
         if self.scheduler.growth_refused is not None and not self._said_refusal:
             self._said_refusal = True
-            logger.warning("the KV pool stays at %d blocks: %s", self.scheduler.kv.pool.total, self.scheduler.growth_refused)
+            logger.warning("%s", self.scheduler.growth_refused)
         if self._check_invariants:
             began = time.perf_counter()
             self.scheduler.check()
@@ -240,8 +240,9 @@ class Engine:
         completion.text += delta
         completion.unread += delta
         output.num_cached_tokens = live.request.sequences[0].num_cached
-        output.metrics.preemptions = sum(one.num_preemptions for one in live.request.sequences)
-        if all(answer.finish_reason for answer in output.outputs):
+        if sequence.num_preemptions:
+            output.metrics.preemptions = sum(one.num_preemptions for one in live.request.sequences)
+        if sequence.finished and all(answer.finish_reason for answer in output.outputs):
             output.finished = True
             output.metrics.finished = now
             del self._live[output.request_id]

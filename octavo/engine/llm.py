@@ -100,7 +100,7 @@ class LLM:
             mine = set(ids)
             while len(done) < len(ids):
                 for request_id in self._run(mine):
-                    output = self._unread.pop(request_id)
+                    output = self._unread.pop(request_id).read()
                     if output.finished:
                         done[request_id] = output
                         if on_progress is not None:
@@ -182,7 +182,8 @@ class LLM:
     def compact(self) -> CompactionReport | None:
         """Move live blocks down and give the rest of the pool back to the system, also while streams run; output is not affected.
 
-        Returns what was moved and given back, None where nothing can be. Cached prefixes are live; `reset_prefix_cache` drops them.
+        Returns what was moved and given back, None where nothing can be: `prealloc_blocks` stay, and cached prefixes are live, which
+        `reset_prefix_cache` drops.
         """
         return self.engine.compact()
 

@@ -128,9 +128,10 @@ class KVStore:
         if not 0 <= block_id < limit:
             raise EngineError(f"a plan names {tier.name.lower()} block {block_id} of {limit}")
 
-    def scrub(self, block_ids: list[int]) -> None:
-        """Zero blocks that hold what must not be seen again, not even as a masked value."""
-        self.region[block_ids] = 0
+    def scrub(self, block_ids: list[int], offset: int = 0) -> None:
+        """Zero blocks, the first from `offset` on, that hold what must not be seen again, not even as a masked value."""
+        self.region[block_ids[:1], ..., offset:, :] = 0
+        self.region[block_ids[1:]] = 0
 
     def close(self) -> None:
         """Give the pool's memory back, whoever still holds a view of it, and let go of the rest."""

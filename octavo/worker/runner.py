@@ -182,7 +182,7 @@ class Runner:
     def _failed(self, row: Row) -> RowResult:
         """What the row wrote must not meet another sequence; the rest of its table may be shared, and stays."""
         written = self._slots[row.slot].table[row.start // self._block_size : -(-(row.start + row.count) // self._block_size)]
-        self._kv.scrub(written[written >= 0].tolist())
+        self._kv.scrub(written.tolist(), row.start % self._block_size)
         return RowResult(slot=row.slot, error="the model gave no finite logits for this request")
 
 

@@ -533,6 +533,21 @@ def test_deepest_go_first_to_the_last_of_a_forked_family():
     assert (len(manager.index), manager.pool.num_free) == (0, 16)
 
 
+def test_blocks_of_a_request_that_failed_are_not_cached():
+    """Also those that earlier results confirmed; what others hold stays."""
+    driver = Driver(row_error=lambda row, assignment: "not a number" if row.start == 21 and assignment.seed == 1 else None)
+    other = driver.add("other", range(9), 9)
+    failing = driver.add("failing", [*range(8), *range(30, 41)], 9, seed=1)
+    while not failing.finished:
+        driver.step()
+    assert (failing.finish_reason, len(failing.output_token_ids)) == ("error", 3)
+    assert not other.finished
+    assert driver.scheduler.kv.pool.num_cached == 0
+    again = driver.add("again", [*range(8), *range(30, 41)], 1)
+    driver.run()
+    assert (again.num_cached, again.output_token_ids) == (8, expected(again))
+
+
 # Swap
 
 
@@ -667,7 +682,7 @@ def test_compaction_moves_tables_names_and_what_the_worker_knows():
     with pytest.raises(InvariantError):
         manager.compact(5, tables)
     assert manager.copies == []
-    assert len(manager.compact(6, tables)) == 3
+    assert manager.compact(6, tables) == 3
     assert manager.copies == [device_copy(6, 0), device_copy(7, 1), device_copy(8, 2)]
     assert (kept.table.block_ids, low.table.block_ids) == ([3, 4, 5], [0])
     assert (kept.table.num_sent, low.table.num_sent) == (3, 0)
@@ -687,7 +702,7 @@ def test_shared_block_moves_once_and_in_every_table():
     for sequence in (parent, child):
         manager.table_updates(sequence)
     manager.free(gone, keep=False)
-    assert len(manager.compact(5, [parent.table, child.table])) == 1
+    assert manager.compact(5, [parent.table, child.table]) == 1
     assert parent.table.block_ids == child.table.block_ids == [4, 0]
     assert (parent.table.num_sent, child.table.num_sent) == (1, 1)
     assert len(manager.copies) == 1

@@ -371,13 +371,31 @@ def test_where_memory_is_short_the_pool_stays_and_work_goes_on():
     crowd = [driver.add(f"{number}", [number] * 14, 30) for number in range(4)]
     driver.run()
     stats = driver.scheduler.stats()
-    assert (stats.blocks.total, stats.blocks.ceiling) == (20, 20)
+    assert (stats.blocks.total, stats.blocks.ceiling) == (20, 100)
     assert "memory is there for 20" in driver.scheduler.growth_refused
     assert stats.preemptions > 0
     assert all(sequence.output_token_ids == expected(sequence) for sequence in crowd)
-    with pytest.raises(InvalidValueError, match="may reach 90 tokens; the pool holds 80"):
-        driver.add("large", [1] * 50, 40)
+    with pytest.raises(InvalidValueError, match="may reach 490 tokens; the pool holds 400"):
+        driver.add("large", [1] * 50, 440)
     assert driver.scheduler.stats().refused == 1
+    driver.executor.commit_limit = None
+    driver.clock.advance(60.0)  # memory is there again, and after a while it is asked for
+    large = driver.add("large", [1] * 50, 200)
+    driver.run()
+    assert (large.finish_reason, driver.scheduler.stats().blocks.total > 60) == ("length", True)
+
+
+def test_growth_that_raises_ends_nobody_once_and_whom_it_was_for_in_the_end():
+    raising = [1]
+    driver = Driver(num_blocks=20, committed_blocks=0, step_error=lambda plan: RuntimeError("no thread") if raising.pop() else None)
+    raising += [0] * 100 + [1, 1]
+    first = driver.add("first", [1] * 5, 5)
+    driver.run()
+    assert first.finish_reason == "length"
+    raising[:] = [1] * 1000
+    second = driver.add("second", [2] * 60, 5)
+    driver.run()
+    assert (second.finish_reason, "no thread" in second.error) == ("error", True)
 
 
 def test_whoever_cannot_fit_a_pool_that_could_not_grow_ends_alone():

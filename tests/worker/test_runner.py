@@ -391,8 +391,26 @@ def test_of_a_row_across_blocks_all_it_wrote_is_cleared(folder: Path, monkeypatc
     Poison(hand, monkeypatch, 77, torch.nan, False)
     row = hand.step(Row(slot=0, start=12, count=20, num_logits=0, tables=[None])).rows[0]
     assert row.error is not None
-    assert not hand.region[4:7].any()
+    assert not hand.region[5:7].any()
     assert torch.equal(hand.region[3], before[3])
+
+
+def test_what_a_row_found_in_its_first_block_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan in flight may copy it for another answer to the same prompt."""
+    hand = Hand(folder)
+    tokens = ids(40)
+    tokens[30] = 77
+    hand.prefill(0, tokens, [3, 4, 5, 6, 7], count=11, num_logits=0)
+    before = hand.region.clone()
+    Poison(hand, monkeypatch, 77, torch.nan, False)
+    row = hand.step(Row(slot=0, start=11, count=21, num_logits=0, tables=[None])).rows[0]
+    offset = 11 % hand.region.shape[-2]
+    assert row.error is not None
+    assert offset
+    block = 3 + 11 // hand.region.shape[-2]
+    assert torch.equal(hand.region[block, ..., :offset, :], before[block, ..., :offset, :])
+    assert not hand.region[block, ..., offset:, :].any()
+    assert not hand.region[block + 1 : 3 + 32 // hand.region.shape[-2]].any()
 
 
 def test_drafts_are_refused(folder: Path) -> None:
