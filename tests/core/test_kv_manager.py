@@ -712,6 +712,17 @@ def test_shared_block_moves_once_and_in_every_table():
     manager.check([parent, child], [])
 
 
+def test_worker_is_told_from_the_first_block_that_moved():
+    manager = make_manager(num_blocks=8)
+    gone, sequence = started(manager, range(8)), started(manager, range(20, 36), "b")
+    manager.table_updates(sequence)
+    manager.free(gone, keep=False)
+    assert manager.compact(4, [sequence.table]) == 2
+    assert sequence.table.block_ids == [2, 3, 0, 1]
+    assert manager.table_updates(sequence) == [TableUpdate(2, [0, 1])]
+    manager.check([sequence], [])
+
+
 def test_compaction_that_moves_nothing_tells_nothing():
     manager = make_manager(num_blocks=8)
     sequence = started(manager, range(12))

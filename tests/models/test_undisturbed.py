@@ -17,16 +17,16 @@ Answers = list[list[list[int]]]
 
 @pytest.fixture(scope="module")
 def work(smollm2_gguf: Path, data: Path) -> list[list[int]]:
-    """Ten prompts in three families, each beginning alike."""
+    """Eight prompts in three families, each beginning alike."""
     with LLM(smollm2_gguf, max_model_len=64, prealloc_blocks=0) as llm:
         heads = [llm.tokenizer.encode(text)[:length] for text, length in zip(prompts(data, 3), (24, 17, 33), strict=True)]
-        tails = [llm.tokenizer.encode(text)[:7] for text in prompts(data, 10)]
+        tails = [llm.tokenizer.encode(text)[:7] for text in prompts(data, 8)]
     return [heads[i % 3] + tail[: 3 + i % 5] for i, tail in enumerate(tails)]
 
 
 def parameters(count: int) -> list[SamplingParams]:
     return [
-        SamplingParams(temperature=0.8 * (i % 2), seed=i, n=1 + (i % 4 == 3), max_tokens=20 + i % 3, ignore_eos=True) for i in range(count)
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, n=1 + (i % 4 == 3), max_tokens=14 + i % 3, ignore_eos=True) for i in range(count)
     ]
 
 
@@ -60,10 +60,10 @@ def compact(llm: LLM, step: int) -> None:
         llm.moved = getattr(llm, "moved", 0) + report.blocks_moved  # type: ignore[attr-defined]
 
 
-TIGHT = {"block_size": 4, "max_blocks": 36, "prefill_chunk_size": 32}
+TIGHT = {"block_size": 4, "max_blocks": 30, "prefill_chunk_size": 32}
 
 DISTURBANCES: dict[str, tuple[dict[str, Any], Callable[[LLM, int], None], Callable[[LLM], int]]] = {
-    "sharing": ({"block_size": 4}, lambda llm, step: None, lambda llm: llm.stats().cached_tokens),
+    "sharing": ({"block_size": 4, "prefill_chunk_size": 32}, lambda llm, step: None, lambda llm: llm.stats().cached_tokens),
     "recomputation": (TIGHT, lambda llm, step: None, lambda llm: llm.stats().preemptions),
     "recomputation without sharing": (TIGHT | {"prefix_caching": False}, lambda llm, step: None, lambda llm: llm.stats().preemptions),
     "swapping": (TIGHT | {"swap_space": "32MiB"}, lambda llm, step: None, lambda llm: llm.stats().swap_outs),
@@ -72,7 +72,7 @@ DISTURBANCES: dict[str, tuple[dict[str, Any], Callable[[LLM, int], None], Callab
     "compaction": ({"prealloc_blocks": 4, "block_size": 2, "prefix_caching": False}, compact, lambda llm: getattr(llm, "moved", 0)),
     "compaction of shared blocks": ({"prealloc_blocks": 4, "block_size": 2, "max_batch_size": 5}, compact, lambda llm: llm.moved),
     "forgotten prefixes": (
-        {"block_size": 4},
+        {"block_size": 4, "prefill_chunk_size": 32},
         lambda llm, step: step % 3 == 0 and llm.reset_prefix_cache(),
         lambda llm: llm.stats().cached_tokens,
     ),
@@ -87,10 +87,10 @@ def test_no_disturbance_shows(
     settings, between, count = DISTURBANCES[disturbance]
     with LLM(smollm2_gguf, dtype=dtype, max_model_len=128, check_invariants=True, **settings) as llm:
         assert run(llm, work, between) == undisturbed[dtype]
-        happened = count(llm)
-        assert run(llm, work, between) == undisturbed[dtype]
-        print(f"{dtype}, {disturbance}: {happened} times, then {count(llm) - happened}; {llm.stats().blocks}")
-        assert happened > 0
+        print(f"{dtype}, {disturbance}: {count(llm)} times; {llm.stats().blocks}")
+        assert count(llm) > 0
+        if disturbance == "sharing":  # once more, with every prompt in the cache
+            assert run(llm, work, between) == undisturbed[dtype]
 
 
 def test_a_long_sequence_moves_while_it_decodes_and_memory_is_given_back(smollm2_gguf: Path) -> None:
