@@ -251,6 +251,7 @@ class Scheduler:
         plan = self._plan([], [], 0)  # still with the tail, which the copies read
         self._in_flight[-1].moves = moved > 0
         self._wanted_blocks = target
+        pool.is_closed = False  # what is given back can be had again
         return plan
 
     def rest(self, now: float) -> StepPlan | None:

@@ -586,3 +586,19 @@ def test_recomputed_tokens_are_never_below_zero():
     stats = driver.scheduler.stats()
     assert stats.preemptions == 1
     assert stats.recomputed_tokens >= 0
+
+
+def test_pool_that_gave_back_memory_after_a_refusal_grows_to_what_it_had():
+    """Seven blocks are refused and six are there; compacted to five, it must find the sixth again."""
+    driver = Driver(num_blocks=9, committed_blocks=5, commit_limit=6)
+    refused = driver.add("refused", [1] * 26, 2)
+    driver.run()
+    assert (refused.finish_reason, driver.scheduler.kv.pool.total) == ("error", 6)
+    for plan in (driver.scheduler.compact, lambda now: driver.scheduler.settle()):
+        driver.executor.submit(plan(driver.clock()))
+        driver.scheduler.update(driver.executor.collect())
+    assert driver.scheduler.kv.pool.total == driver.executor.committed == 5
+    sequence = driver.add("fits", [2] * 22, 2)
+    driver.run()
+    assert (sequence.finish_reason, sequence.error) == ("length", None)
+    assert sequence.output_token_ids == expected(sequence)
