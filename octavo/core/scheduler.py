@@ -239,7 +239,8 @@ class Scheduler:
         pool = self.kv.pool
         live = pool.total - pool.num_free
         # What somebody waits for stays, or it would never come.
-        target = max(1, live + self._lacking, min(self._preallocated, pool.total), target or 0)
+        awaited = self._lacking if self._requests else 0
+        target = max(1, live + awaited, min(self._preallocated, pool.total), target or 0)
         if self._in_flight or target >= pool.total:
             return None
         self._now = now
