@@ -594,6 +594,8 @@ def test_pool_that_gave_back_memory_after_a_refusal_grows_to_what_it_had():
     refused = driver.add("refused", [1] * 26, 2)
     driver.run()
     assert (refused.finish_reason, driver.scheduler.kv.pool.total) == ("error", 6)
+    driver.add("small", [3], 1)
+    driver.run()
     for plan in (driver.scheduler.compact, lambda now: driver.scheduler.settle()):
         driver.executor.submit(plan(driver.clock()))
         driver.scheduler.update(driver.executor.collect())
