@@ -17,7 +17,7 @@ def keep_sub_commands() -> None:
 @bench.command()
 def memory(
     dataset: Annotated[str, typer.Option(metavar="NAME", help="the trace to replay; a wrong name lists them all")] = "azure-conv",
-    data: Annotated[str | None, typer.Option(metavar="FOLDER", help="where the traces lie (default $OCTAVO_DATA)")] = None,
+    data: Annotated[str | None, typer.Option(metavar="FOLDER", help="where the traces lie (else $OCTAVO_DATA, ../shared/data)")] = None,
     requests: Annotated[
         str | None, typer.Option(metavar="VALUE", help="how many of its requests, or all (default as many as take about a minute)")
     ] = None,

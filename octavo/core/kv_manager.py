@@ -22,6 +22,9 @@ UNNAMED = 1 << 60
 REMEMBERED_BYTES = 2**30
 """Evicted content is remembered by name up to this size, to tell what so much more memory would have held."""
 
+MOST_REMEMBERED = 1 << 20
+"""Names remembered at most, however small the blocks."""
+
 
 class BlockTable:
     """block_ids[i] holds tokens [i * block_size, (i + 1) * block_size).
@@ -58,7 +61,7 @@ class KVManager:
         prefix_caching: bool = True,
         block_bytes: int = 1 << 20,
     ) -> None:
-        self.index = PrefixIndex(block_size, REMEMBERED_BYTES // max(block_bytes, 1024) if prefix_caching else 0)
+        self.index = PrefixIndex(block_size, min(REMEMBERED_BYTES // block_bytes, MOST_REMEMBERED) if prefix_caching else 0)
         self.pool = BlockPool(num_blocks, self.index, ceiling)
         self.block_size = block_size
         self.block_bytes = block_bytes
@@ -165,7 +168,7 @@ class KVManager:
         place = sequence.num_scheduled // size
         # A block may be named although one table alone holds it: its parent went further, and left.
         shared = place < len(ids) and (self.pool.count(ids[place]) > 1 or ids[place] in self.index)
-        missing = max(0, -(-num_tokens // size) - len(ids))
+        missing = max(0, self.blocks_for(num_tokens) - len(ids))
         if missing + shared > self.pool.num_available:
             return False
         began = self._clock()
@@ -313,6 +316,8 @@ class KVManager:
                     raise InvariantError(f"{sequence!r} may write block {block_id}, which is named or shared")
                 if node is None and place < table.num_named != UNNAMED:
                     raise InvariantError(f"{sequence!r} has {table.num_named} named blocks; block {block_id} at {place} is none")
+            if table.num_named != UNNAMED and table.next_name != (table.num_named + 1) * size:
+                raise InvariantError(f"{sequence!r} has {table.num_named} named blocks and names the next at {table.next_name}")
             if 0 < table.num_named != UNNAMED and table.node is not self.index.node(ids[table.num_named - 1]):
                 raise InvariantError(f"{sequence!r} does not know the node of its last named block")
         for block_id in range(self.pool.total):

@@ -44,7 +44,7 @@ class WaitingRoom:
     def remove(self, sequence: Sequence) -> None:
         self._waiting.remove(sequence)
         if len(self._heap) > 2 * len(self._waiting) + 64:
-            self._heap = [entry for entry in self._heap if entry[1] in self._waiting]
+            self._heap = [(one.rank, one) for one in self._waiting]
             heapq.heapify(self._heap)
 
     def next(self) -> Sequence | None:

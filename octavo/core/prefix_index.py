@@ -65,7 +65,7 @@ class PrefixIndex:
         key = self._key(parent, scope, tokens)
         node = self._nodes.get(key)
         if node is None:
-            node = Node(next(self._numbers), key, parent, _chain(parent, key), block_id)
+            node = Node(next(self._numbers), key, parent, _chain(parent.chain if parent else None, key), block_id)
             self._nodes[key] = self._by_block[block_id] = node
             if parent is not None:
                 parent.num_children += 1
@@ -75,8 +75,7 @@ class PrefixIndex:
         """The chain of these tokens after `chain` (None at the start), where a forgotten node had it."""
         if not self._remembered:
             return None
-        key = self._key(None, scope if chain is None else None, tokens)
-        following = hash((chain, key if isinstance(key, tuple) else key[8:]))
+        following = _chain(chain, self._key(None, scope if chain is None else None, tokens))
         return following if following in self._remembered else None
 
     def forget(self, block_id: int, remember: bool = True) -> None:
@@ -110,12 +109,13 @@ class PrefixIndex:
     def num_bytes(self) -> int:
         """Memory of nodes, keys and tables."""
         containers = sys.getsizeof(self._nodes) + sys.getsizeof(self._by_block) + sys.getsizeof(self._remembered)
+        held = containers + len(self._remembered) * CHAIN_BYTES
         node = next(iter(self._by_block.values()), None)
         if node is None:
-            return containers
+            return held
         # Header of the garbage collector, the node, its number and chain, its key.
-        each = 16 + sys.getsizeof(node) + sys.getsizeof(node.number) + sys.getsizeof(node.chain) + sys.getsizeof(node.key)
-        return containers + len(self) * each + len(self._remembered) * sys.getsizeof(node.chain)
+        each = 16 + sys.getsizeof(node) + sys.getsizeof(node.number) + CHAIN_BYTES + sys.getsizeof(node.key)
+        return held + len(self) * each
 
     def check(self) -> None:
         """Audit the tree. Raises InvariantError."""
@@ -139,5 +139,9 @@ class PrefixIndex:
         return key if scope is None else (scope, key)
 
 
-def _chain(parent: Node | None, key: Key) -> int:
-    return hash((None if parent is None else parent.chain, key if isinstance(key, tuple) else key[8:]))
+def _chain(parent: int | None, key: Key) -> int:
+    """The chain of a key's tokens after the parent's chain; the parent's number, which a key begins with, is left out."""
+    return hash((parent, key if isinstance(key, tuple) else key[8:]))
+
+
+CHAIN_BYTES = sys.getsizeof(2**60)

@@ -16,7 +16,7 @@ from operator import attrgetter
 
 import msgspec
 
-from octavo.core.kv_manager import NO_UPDATES, KVManager
+from octavo.core.kv_manager import NO_UPDATES, BlockTable, KVManager
 from octavo.core.policy import POLICIES, WaitingRoom
 from octavo.core.prefix_index import Node
 from octavo.core.request import Request, Sequence, Status
@@ -187,7 +187,6 @@ class Scheduler:
         flights: list[_Flight] = []
         self._lacking = 0
         budget = self.prefill_chunk_size if self.prefill_chunk_size is not None else UNLIMITED
-        preemptions = self._counts["preemptions"]
         running, place, prefilled = self.running, 0, budget
         spoken_for = 0  # blocks that running sequences will soon ask for, at most
         while place < len(running):
@@ -216,13 +215,14 @@ class Scheduler:
                 if (count := min(sequence.num_to_schedule, budget)) > 0:
                     if not self._make_room(sequence, start + count, place):
                         place += sequence.status is Status.RUNNING
-                        continue  # it gave way itself, or nothing is admitted before the pool has grown for it
+                        continue
                     budget -= count
                     self._plan_row(sequence, count, rows, flights)
                 spoken_for += self._blocks_ahead(sequence)
             place += 1
 
-        if preemptions == self._counts["preemptions"] and (self._waiting or self._swapped):
+        # Nobody is admitted in a step that lacked blocks for those who run: they come first, also when the pool grows for them.
+        if not self._lacking and (self._waiting or self._swapped):
             budget = self._admit(budget, spoken_for, rows, flights)
         self._grow_ahead()
         growing = self._wanted_blocks > self.kv.pool.total
@@ -245,8 +245,7 @@ class Scheduler:
             return None
         self._now = now
         before = pool.total
-        moved = self.kv.compact(target, [sequence.table for sequence in self.running if sequence.table is not None])
-        self._counts["compactions"] += 1
+        moved = self.kv.compact(target, self._tables())
         size = self.kv.block_bytes
         self.compaction = CompactionReport(before, target, moved, moved * size, (before - target) * size)
         plan = self._plan([], [], 0)  # still with the tail, which the copies read
@@ -278,7 +277,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> int:
         """Forget all prefixes; returns the blocks that were kept for theirs only. What running sequences hold is not shared any more."""
-        return self.kv.reset(sequence.table for sequence in self.running if sequence.table is not None)
+        return self.kv.reset(self._tables())
 
     def update(self, result: StepResult) -> list[Change]:
         """Take in the oldest plan's result; returns what changed since the last call."""
@@ -441,6 +440,9 @@ class Scheduler:
         self._swapping = []
         return plan
 
+    def _tables(self) -> list[BlockTable]:
+        return [sequence.table for sequence in self.running if sequence.table is not None]
+
     def _sample(self) -> None:
         pool = self.kv.pool
         waiting = len(self._waiting) + len(self._swapped)
@@ -486,7 +488,7 @@ class Scheduler:
                     self._wait(sequence, "blocks", self._lack(wanted, spoken_for))
                     break
                 if wanted > kv.pool.num_available:  # the pool could not grow to its ceiling
-                    self._end(sequence, "error", f"{self._lack(wanted, 0)}; the pool cannot grow: {self.growth_refused}")
+                    self._end(sequence, "error", f"{self._lack(wanted)}; the pool cannot grow: {self.growth_refused}")
                     self._changes.append(Change(sequence, []))
                     continue
             if self._swapped:
@@ -558,10 +560,10 @@ class Scheduler:
 
     def _blocks_ahead(self, sequence: Sequence) -> int:
         """Blocks a running sequence will soon ask for."""
-        table, size = sequence.table, self.kv.block_size
+        table, kv = sequence.table, self.kv
         assert table is not None
-        ahead = min(len(sequence.tokens) + size, sequence.request.max_length - 1)
-        return max(0, -(-ahead // size) - len(table.block_ids))
+        ahead = min(len(sequence.tokens) + kv.block_size, sequence.request.max_length - 1)
+        return max(0, kv.blocks_for(ahead) - len(table.block_ids))
 
     def _make_room(self, sequence: Sequence, num_tokens: int, place: int) -> bool:
         """Allocate, preempting as long as needed, never a row already planned. False where the sequence itself gave way, or is to
@@ -573,7 +575,7 @@ class Scheduler:
                 return False
             victim = self.running[-1]
             if victim is sequence and len(self.running) == 1:
-                self._end(sequence, "error", f"{self._lack(lacking, 0)}; the pool cannot grow: {self.growth_refused}")
+                self._end(sequence, "error", f"{self._lack(lacking)}; the pool cannot grow: {self.growth_refused}")
                 self._changes.append(Change(sequence, []))
                 return False
             self._preempt(victim, lacking)
@@ -602,7 +604,7 @@ class Scheduler:
         self._counts["preemptions"] += 1
         if swaps:
             self._counts["swap_outs"] += 1
-        reason = f"{self._lack(lacking, 0)}; {'swapped out' if swaps else 'to be recomputed'}: {compared}"
+        reason = f"{self._lack(lacking)}; {'swapped out' if swaps else 'to be recomputed'}: {compared}"
         self._leave(victim)
         victim.preempt()
         self._note(victim, "preempted", reason)
@@ -701,7 +703,7 @@ class Scheduler:
             raise EngineError(f"step {step} is not the oldest plan in flight")
         return self._in_flight.popleft()
 
-    def _lack(self, wanted: int, spoken_for: int) -> str:
+    def _lack(self, wanted: int, spoken_for: int = 0) -> str:
         pool = self.kv.pool
         spoken = f", {spoken_for} of them spoken for" if spoken_for else ""
         return f"{wanted} blocks are wanted and {pool.num_available} of {pool.total} available{spoken}"

@@ -189,7 +189,7 @@ class Engine:
             self._changes += self._execute(plan)
         report = self.scheduler.compaction
         if report is None:
-            raise EngineError("the compaction failed; the sequences whose blocks were to move ended with an error")
+            raise EngineError("the compaction failed; the sequences that ran ended with an error")
         return dataclasses.replace(report, seconds=time.perf_counter() - began)
 
     def _execute(self, plan: StepPlan) -> list[Change]:

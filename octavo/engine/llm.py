@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from octavo.advice import Advice, advise
 from octavo.config import EngineConfig
 from octavo.core.stats import CompactionReport, Record, Stats
 from octavo.engine.engine import Engine, Prompt
@@ -15,6 +14,9 @@ from octavo.outputs import RequestOutput
 from octavo.plan import Capacity
 from octavo.sampling_params import SamplingParams
 from octavo.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from octavo.advice import Advice
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -177,6 +179,8 @@ class LLM:
 
     def advise(self) -> list[Advice]:
         """What to change about KV memory, and why, from the figures of this engine."""
+        from octavo.advice import advise
+
         return advise(self.record())
 
     def compact(self) -> CompactionReport | None:
