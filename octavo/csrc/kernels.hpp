@@ -89,9 +89,11 @@ struct Kernels {
     void (*silu_and_mul)(const GateCall&, int64_t token);
 };
 
-const Kernels& portable_kernels();
-#ifdef OCTAVO_AVX512
-const Kernels& avx512_kernels();
+namespace portable { extern const Kernels kernels; }
+#ifdef OCTAVO_X86
+namespace avx2 { extern const Kernels kernels; }
+namespace avx512 { extern const Kernels kernels; }
+namespace avx512_bf16 { extern const Kernels kernels; }
 #endif
 
 }  // namespace octavo

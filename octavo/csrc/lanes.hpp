@@ -4,7 +4,7 @@
 
 #include <cstring>
 #include <limits>
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -12,8 +12,10 @@
 
 namespace octavo::OCTAVO_ISA {
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
 #else
 constexpr int LANES = 4;
 #endif
@@ -30,12 +32,39 @@ constexpr float NONE = -std::numeric_limits<float>::infinity();
 OCTAVO_INLINE int round_up(int size) { return (size + LANES - 1) / LANES * LANES; }
 
 OCTAVO_INLINE Floats broadcast(float x) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
     return (Floats)_mm512_set1_ps(x);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_set1_ps(x);
 #else
     return Floats{x, x, x, x};
 #endif
 }
+
+OCTAVO_INLINE Ints broadcast(int32_t x) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_set1_epi32(x);
+#elif defined(__AVX2__)
+    return (Ints)_mm256_set1_epi32(x);
+#else
+    return Ints{x, x, x, x};
+#endif
+}
+
+// The 32-bit word at any address, in every lane.
+OCTAVO_INLINE Words broadcast_word(const void* from) {
+    int32_t word;
+    memcpy(&word, from, sizeof word);
+    return (Words)broadcast(word);
+}
+
+OCTAVO_INLINE Words load_words(const void* from) {
+    Words out;
+    memcpy(&out, from, sizeof out);
+    return out;
+}
+
+OCTAVO_INLINE void store_words(void* to, Words x) { memcpy(to, &x, sizeof x); }
 
 OCTAVO_INLINE Floats load(const float* from) {
     Floats out;
@@ -92,10 +121,39 @@ OCTAVO_INLINE Floats rounded(Floats x) {
 }
 
 OCTAVO_INLINE Floats fused(Floats a, Floats b, Floats c) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
     return a * b + c;
+#endif
+}
+
+OCTAVO_INLINE Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
+
+// sum + the products of a word's two bfloat16, of which the first is in the lower half.
+OCTAVO_INLINE Floats dot(Words a, Words b, Floats sum) {
+#ifdef __AVX512BF16__
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    sum = fused((Floats)(a << 16), (Floats)(b << 16), sum);
+    return fused((Floats)(a & 0xffff0000), (Floats)(b & 0xffff0000), sum);
+#endif
+}
+
+// sum + the products of a word's four bytes, unsigned in `a` and signed in `b`; exact.
+OCTAVO_INLINE Ints dot_bytes(Words a, Words b, Ints sum) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    __m256i u = (__m256i)a, s = (__m256i)b;
+    __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
+    __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
+    return sum + (Ints)_mm256_add_epi32(even, odd);
+#else
+    for (int byte = 0; byte < 4; byte++) sum += (Ints)(a >> 8 * byte & 255) * ((Ints)(b << (24 - 8 * byte)) >> 24);
+    return sum;
 #endif
 }
 
@@ -122,8 +180,10 @@ OCTAVO_INLINE float total(Floats x) {
 
 // x in lanes whose column is in [from, to), `other` elsewhere; the first lane is `column`.
 OCTAVO_INLINE Floats within(Floats x, int column, int from, int to, float other) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
     const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif defined(__AVX2__)
+    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7};
 #else
     const Ints lane = {0, 1, 2, 3};
 #endif

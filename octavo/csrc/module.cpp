@@ -19,25 +19,30 @@ namespace {
 
 using Integers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-bool has_avx512() {
-#ifdef OCTAVO_AVX512
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl");
-#else
-    return false;
+// The instruction sets that this processor runs, fastest first.
+std::vector<const Kernels*> usable() {
+    std::vector<const Kernels*> out;
+#ifdef OCTAVO_X86
+    auto avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    auto avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+    if (avx512 && __builtin_cpu_supports("avx512bf16")) out.push_back(&avx512_bf16::kernels);
+    if (avx512) out.push_back(&avx512::kernels);
+    if (avx2) out.push_back(&avx2::kernels);
 #endif
+    out.push_back(&portable::kernels);
+    return out;
 }
 
 std::vector<std::string> instruction_sets() {
-    if (has_avx512()) return {"avx512", "portable"};
-    return {"portable"};
+    std::vector<std::string> out;
+    for (const Kernels* kernels : usable()) out.push_back(kernels->name);
+    return out;
 }
 
 const Kernels* find(const std::string& name) {
-#ifdef OCTAVO_AVX512
-    if (name == "avx512" && has_avx512()) return &avx512_kernels();
-#endif
-    if (name == "portable") return &portable_kernels();
+    for (const Kernels* kernels : usable())
+        if (kernels->name == name) return kernels;
     throw std::invalid_argument("no kernels for " + name + " on this processor");
 }
 

@@ -23,7 +23,9 @@ def _native(isa: str) -> ReferenceOps:
 
 BACKENDS: dict[str, Callable[[], ReferenceOps]] = {
     "reference": lambda: ReferenceOps(CPU),
+    "avx512_bf16": lambda: _native("avx512_bf16"),
     "avx512": lambda: _native("avx512"),
+    "avx2": lambda: _native("avx2"),
     "portable": lambda: _native("portable"),
 }
 

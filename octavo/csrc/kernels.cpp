@@ -1,17 +1,17 @@
-// The kernels of the instruction set that this is compiled for.
-#pragma once
-
+// Compiled once for each instruction set, OCTAVO_ISA being its name.
 #include "attention.hpp"
 #include "rows.hpp"
 
 namespace octavo::OCTAVO_ISA {
 
+#define OCTAVO_TEXT(name) #name
+#define OCTAVO_NAME(name) OCTAVO_TEXT(name)
+
 static size_t scratch_floats(const AttentionCall& call, int queries) { return Scratch::floats(queries, call.dim); }
 
 static size_t state_floats(const AttentionCall& call) { return Scratch::state_floats(round_up(call.dim)); }
 
-static constexpr Kernels table(const char* name) {
-    return {name, scratch_floats, state_floats, store_token, attend, merge, rms_norm, rotary, silu_and_mul};
-}
+extern const Kernels kernels;
+const Kernels kernels{OCTAVO_NAME(OCTAVO_ISA), scratch_floats, state_floats, store_token, attend, merge, rms_norm, rotary, silu_and_mul};
 
 }  // namespace octavo::OCTAVO_ISA
