@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from octavo.errors import ConfigError, UnsupportedError, shown
+from octavo.errors import ConfigError, shown
 
 Auto = Literal["auto"]
 
@@ -96,9 +96,9 @@ def or_word(word: str | None, kind: Kind) -> Kind:
     return Kind(f"{'null' if word is None else word}, or {kind.allowed}", parse)
 
 
-def setting(default: Any, kind: Kind, about: str, not_yet: Callable[[Any], bool] = lambda value: False) -> Any:
-    """Declare a setting; `not_yet` tells which well-formed values this version refuses."""
-    return field(default=default, metadata={"kind": kind, "help": about, "not_yet": not_yet})
+def setting(default: Any, kind: Kind, about: str) -> Any:
+    """Declare a setting."""
+    return field(default=default, metadata={"kind": kind, "help": about})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +113,7 @@ class MemoryConfig:
     kv_cache_dtype: str = setting(
         "auto",
         choice("auto", "float32", "bfloat16", "int8"),
-        "precision of cached keys and values; int8 not yet",
-        lambda value: value == "int8",
+        "precision of cached keys and values; auto is dtype's, bfloat16 for quantized weights",
     )
     prefix_caching: bool = setting(True, boolean(), "share the blocks of equal prefixes")
     swap_space: int = setting(0, size(), "memory for the blocks of preempted sequences; 0 recomputes them all")
@@ -135,12 +134,15 @@ class SchedulerConfig:
 class ModelConfig:
     """How the model is loaded and run."""
 
-    dtype: str = setting("auto", choice("auto", "float32", "bfloat16"), "arithmetic; auto is bfloat16, float32 for a float32 checkpoint")
+    dtype: str = setting(
+        "auto",
+        choice("auto", "float32", "bfloat16"),
+        "arithmetic; auto is bfloat16, float32 for a float32 checkpoint and for quantized weights",
+    )
     quantization: str = setting(
         "auto",
         choice("auto", "none", "int8", "int4"),
-        "weight format in memory; int8 and int4 not yet",
-        lambda value: value.startswith("int"),
+        "weights in memory; auto as in the file, none as plain numbers, int8 and int4 with that many bits at most",
     )
     max_model_len: int | None = setting(None, or_word(None, whole(1)), "longest sequence in tokens; null is the model's context")
     device: str = setting("auto", choice("auto", "cpu", "cuda"), "where the model runs; auto is the CPU")
@@ -160,7 +162,7 @@ class EngineConfig:
     def create(cls, file: str | Path | Mapping[str, Any] | None = None, **overrides: Any) -> EngineConfig:
         """Read a YAML file (or its parsed sections), then apply overrides by setting name.
 
-        Raises ConfigError naming the key, its value and what is allowed; UnsupportedError for values not offered yet.
+        Raises ConfigError naming the key, its value and what is allowed.
         """
         sections = _read(file) if isinstance(file, (str, Path)) else file or {}
         if not isinstance(sections, Mapping):
@@ -218,12 +220,9 @@ def parse_flag(key: str, text: str) -> Any:
 def _parse(place: str, key: str, raw: Any) -> Any:
     metadata = SECTIONS[SECTION_OF[key]].__dataclass_fields__[key].metadata  # type: ignore[attr-defined]
     try:
-        value = metadata["kind"].parse(raw)
+        return metadata["kind"].parse(raw)
     except (ValueError, TypeError, OverflowError):
         raise ConfigError(f"{place}: {shown(raw)}; allowed: {metadata['kind'].allowed}") from None
-    if metadata["not_yet"](value):
-        raise UnsupportedError(f"{place}: {shown(raw)} is not available in this version of Octavo")
-    return value
 
 
 def _read(path: str | Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ model does, so that no call finds its keys and values in the cache of the proces
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from octavo.ops.interface import AttentionBatch, Ops
+    from octavo.ops.interface import AttentionBatch, BlockShape, Ops
 
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
 LAYERS = 4
@@ -51,14 +50,13 @@ def measure(sequence_lengths: list[int], block_sizes: Sequence[int], repeats: in
     backend = ops.backend(torch.device("cpu"))
     taken: dict[int, list[float]] = {size: [] for size in block_sizes}
     with torch.inference_mode():
-        token_elements = LAYERS * 2 * KV_HEADS * HEAD_DIM
-        slots = max(size * sum(-(-length // size) for length in sequence_lengths) for size in block_sizes)
-        noise = torch.randn(token_elements, generator=torch.Generator().manual_seed(0)).bfloat16()
-        memory = noise.repeat(slots)
+        shapes = {size: _shape(size) for size in block_sizes}
+        blocks = {size: sum(-(-length // size) for length in sequence_lengths) for size in block_sizes}
+        memory = torch.zeros(max(blocks[size] * shapes[size].num_bytes for size in block_sizes), dtype=torch.uint8)
         steps = {size: _step(memory, sequence_lengths, size) for size in block_sizes}
         for repeat in range(repeats + 1):
             for size, (region, batch) in steps.items():
-                seconds = _run(backend, region, batch)
+                seconds = _run(backend, region, shapes[size], batch)
                 if repeat:
                     taken[size].append(seconds)
     return [
@@ -75,6 +73,14 @@ def measure(sequence_lengths: list[int], block_sizes: Sequence[int], repeats: in
     ]
 
 
+def _shape(block_size: int) -> BlockShape:
+    import torch
+
+    from octavo.ops.interface import BlockShape
+
+    return BlockShape(num_layers=LAYERS, num_kv_heads=KV_HEADS, block_size=block_size, head_dim=HEAD_DIM, dtype=torch.bfloat16)
+
+
 def _step(memory: Tensor, sequence_lengths: list[int], block_size: int) -> tuple[Tensor, AttentionBatch]:
     """A region in that memory, and a batch in which every sequence's last token is new."""
     import numpy as np
@@ -83,23 +89,25 @@ def _step(memory: Tensor, sequence_lengths: list[int], block_size: int) -> tuple
     from octavo.ops.interface import AttentionBatch
 
     counts = [-(-length // block_size) for length in sequence_lengths]
-    shape = (sum(counts), LAYERS, 2, KV_HEADS, block_size, HEAD_DIM)
-    scattered = np.random.default_rng(0).permutation(shape[0])
+    num_blocks, num_bytes = sum(counts), _shape(block_size).num_bytes
+    scattered = np.random.default_rng(0).permutation(num_blocks)
     tables = np.split(scattered, np.cumsum(counts)[:-1])
     last = [length - 1 for length in sequence_lengths]
     slots = [int(table[-1]) * block_size + place % block_size for table, place in zip(tables, last, strict=True)]
     batch = AttentionBatch([1] * len(counts), last, tables, torch.tensor(slots), block_size, {})
-    return memory[: math.prod(shape)].view(shape), batch
+    return memory[: num_blocks * num_bytes].view(num_blocks, num_bytes), batch
 
 
-def _run(backend: Ops, region: Tensor, batch: AttentionBatch) -> float:
+def _run(backend: Ops, region: Tensor, shape: BlockShape, batch: AttentionBatch) -> float:
     """Seconds of a layer."""
     import torch
 
     from octavo.ops.interface import LayerKV
 
-    query, key, value = (torch.randn(len(batch.counts), heads, HEAD_DIM).bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS))
+    count = len(batch.counts)
+    query, key, value = (torch.randn(count, heads, HEAD_DIM).bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS))
+    rotation = torch.ones(count, HEAD_DIM // 2), torch.zeros(count, HEAD_DIM // 2)
     began = time.perf_counter()
     for layer in range(LAYERS):
-        backend.paged_attention(query, key, value, LayerKV(region, layer), batch, HEAD_DIM**-0.5, None)
+        backend.paged_attention(query, key, value, rotation, LayerKV(region, shape, layer), batch, HEAD_DIM**-0.5, None)
     return (time.perf_counter() - began) / LAYERS

@@ -7,16 +7,14 @@ and by simulations that reserve for each sequence one contiguous range. Beside i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.bench import attention, contiguous, paged, traces
+from octavo.bench import attention, contiguous, display, paged, traces
 from octavo.bench.usage import Usage
 from octavo.config import size
-from octavo.errors import InvalidValueError, OctavoError, shown
+from octavo.errors import InvalidValueError, shown
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,8 +25,6 @@ USUAL_BLOCK_SIZE = 16
 
 SMOLLM2_BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 2
 """Layers, keys and values, heads, their dimension, bfloat16."""
-
-TABLE_WIDTH = 150
 
 LONG = 131_072
 SEQUENCES = 64
@@ -121,8 +117,7 @@ def run(
     context: what the model's reservation is for; None is the least power of two that holds the trace's longest request.
     Raises InvalidValueError for a wrong value, OctavoError where a picture is asked for and cannot be drawn.
     """
-    if out is not None:
-        _check_picture(out)
+    display.check_picture(out)
     everything = traces.load(dataset, data)
     count = _count(requests, traces.find(dataset).sweep)
     chosen = everything[:count]
@@ -173,7 +168,7 @@ def measure(
 ) -> Report:
     """Replay in all ways, and time the kernels; `everything` is replayed once at the usual block size where it is more than is chosen."""
     report = Report(load=load)
-    with _progress(3 + len(block_sizes) + (len(everything) > len(chosen)) + 2 * kernels) as done:
+    with display.progress("Replaying", 3 + len(block_sizes) + (len(everything) > len(chosen)) + 2 * kernels) as done:
         for name, reserve in contiguous.reservations(load.context).items():
             report.ways.append(_contiguous_way(load, chosen, name, reserve))
             done()
@@ -227,10 +222,7 @@ def _paged_way(load: Load, requests: list[traces.TracedRequest], block_size: int
 
 def show(report: Report) -> None:
     """Print the report in tables."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    console.width = max(console.width, TABLE_WIDTH)
+    console = display.console()
     load = report.load
     part = "" if load.requests == load.requests_in_trace else f" of {load.requests_in_trace:,}"
     console.print(
@@ -273,20 +265,9 @@ def _notes(report: Report) -> Iterator[str]:
         yield "Where all requests fit at once, averages are over all steps; take less --kv-memory to see it run out."
 
 
-def _table(title: str, *columns: str) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="bold")
-    table.add_column("", no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right")
-    return table
-
-
 def _usage_table(report: Report) -> Table:
     columns = (*COLOURS, "at once: mean", "most", "steps", "tokens a step", "throughput")
-    table = _table("Where the memory goes, % of the budget", *columns)
+    table = display.table("Where the memory goes, % of the budget", *columns)
     for way in report.ways:
         usage, throughput = way.usage, report.throughput(way)
         table.add_row(
@@ -304,7 +285,7 @@ def _usage_table(report: Report) -> Table:
 
 def _cost_table(report: Report) -> Table:
     has_ideal = any(way.ideal_hit_rate is not None for way in report.ways)
-    table = _table(
+    table = display.table(
         "What paging costs: memory of the mapping, and the core's own time, in microseconds a generated token and a token of any kind",
         "mapping, MiB",
         "% of budget",
@@ -343,7 +324,7 @@ def _attention_table(report: Report) -> Table:
     some = report.short_attention[0]
     about = f"{some.sequences} of about {some.tokens // some.sequences:,} tokens: median"
     title = f"Decode attention, us a layer ({some.backend}, {some.threads} threads)"
-    table = _table(title, about, "best", f"1 of {report.long_attention[0].tokens:,} tokens: median", "best")
+    table = display.table(title, about, "best", f"1 of {report.long_attention[0].tokens:,} tokens: median", "best")
     for short, long in zip(report.short_attention, report.long_attention, strict=True):
         figures = (short.layer_us, short.layer_us_best, long.layer_us, long.layer_us_best)
         table.add_row(f"blocks of {short.block_size}", *(f"{figure:,.0f}" for figure in figures))
@@ -370,7 +351,7 @@ def _closing(report: Report) -> Iterator[str]:
 
 def draw(report: Report, out: str) -> None:
     """Write a picture of the report; its name's ending decides the format."""
-    figure = _figure_class()(figsize=(14, 6), layout="constrained")
+    figure = display.figure_class()(figsize=(14, 6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.2, 1))
     load = report.load
     figure.suptitle(f"{load.dataset}: {load.requests:,} requests on {load.kv_memory / 2**30:.4g} GiB of KV memory")
@@ -398,22 +379,6 @@ def draw(report: Report, out: str) -> None:
     figure.savefig(out, dpi=120)
 
 
-def _figure_class() -> Any:
-    from importlib import import_module
-
-    try:
-        return import_module("matplotlib.figure").Figure
-    except ImportError:
-        raise OctavoError("a picture takes matplotlib, which is not installed; pip install octavo[bench] brings it") from None
-
-
-def _check_picture(out: str) -> None:
-    """Before minutes are spent on what it would show."""
-    _figure_class()
-    if not Path(out).absolute().parent.is_dir():
-        raise InvalidValueError(f"out: there is no folder {Path(out).absolute().parent}")
-
-
 def _count(requests: int | str | None, usual: int) -> int | None:
     """How many requests to replay, None for all."""
     if requests is None or requests == "all":
@@ -433,15 +398,3 @@ def _bytes(text: int | str) -> int:
     except ValueError:
         raise InvalidValueError(f"kv_memory: {shown(text)}; allowed: {size().allowed}") from None
     return count
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, where that is a terminal; the function yielded moves it."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("Replaying", total=total)
-        yield lambda: progress.advance(task)

@@ -1,74 +1,90 @@
-"""nano-vLLM's benchmark scaled to a small CPU: 64 random prompts of 100 to 512 tokens, 100 to 512 tokens generated each.
+"""What the throughput of an engine is measured on: prompts in token ids, and how many tokens each is to generate.
 
-    python -m octavo.bench.workload [MODEL] [--setting value ...]
-
-Prints one JSON line: output tokens per second with all requests at once, and single-stream decode.
+The shared workload is nano-vLLM's benchmark scaled to a small CPU, and other engines run it too; the traces are those of
+`octavo bench memory`; the spreads are made up, for one question each.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import random
-import sys
-import time
-from typing import Any
+from dataclasses import dataclass
+from itertools import islice
 
-from octavo import LLM, SamplingParams
-from octavo.config import parse_flag
+from octavo.bench import traces
+from octavo.errors import InvalidValueError
+
+SHARED = "shared"
+
+SPREADS = ("fixed", "uniform", "heavy-tailed")
+"""All outputs equally long; from a third of the mean to five thirds, as in the shared workload; log-normal, as people chat."""
+
+TAIL = 1.0
+"""Deviation of the logarithm: the longest of 64 is then some six times the mean, as in the Azure conversations."""
 
 
-def requests(count: int = 64, low: int = 100, high: int = 512) -> list[tuple[list[int], int]]:
-    """(prompt token ids, tokens to generate) per request, seed 0; the ids lie in SmolLM2's vocabulary."""
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One request: its prompt, and how many tokens it is to generate."""
+
+    prompt: list[int]
+    tokens: int
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + self.tokens
+
+
+def shared(count: int = 64, low: int = 100, high: int = 512) -> list[Work]:
+    """Random ids of SmolLM2's vocabulary, seed 0; lengths drawn evenly. 64 hold 18,641 prompt and 19,344 generated tokens."""
     source = random.Random(0)
     prompts = [[source.randint(3, 40000) for _ in range(source.randint(low, high))] for _ in range(count)]
-    return [(prompt, source.randint(low, high)) for prompt in prompts]
+    return [Work(prompt, source.randint(low, high)) for prompt in prompts]
 
 
-def fixed(tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+def spread(kind: str, count: int, mean: int, longest: int) -> list[Work]:
+    """Prompts and outputs of `mean` tokens each on average, spread as `kind` of SPREADS says; none of `longest` tokens together or more."""
+    source = random.Random(0)
+
+    def draw() -> int:
+        if kind == "fixed":
+            return mean
+        if kind == "uniform":
+            return source.randint(max(1, mean // 3), 2 * mean - mean // 3)
+        return max(1, round(mean * math.exp(TAIL * source.gauss(0, 1) - TAIL**2 / 2)))
+
+    lengths = [(min(draw(), longest // 2), min(draw(), longest // 2)) for _ in range(count)]
+    return [Work([source.randint(3, 40000) for _ in range(prompt)], tokens) for prompt, tokens in lengths]
 
 
-def main(model: str = "smollm2-135m", *flags: str) -> None:
-    texts = {name.removeprefix("--").replace("-", "_"): value for name, value in zip(flags[::2], flags[1::2], strict=True)}
-    settings: dict[str, Any] = {name: parse_flag(name, value) for name, value in texts.items()}
-    began = time.perf_counter()
-    llm = LLM(model, {"scheduler": {"max_batch_size": 64}}, **settings)
-    loaded = time.perf_counter() - began
-    work = requests()
+def load(dataset: str = SHARED, data: str | None = None, count: int = 64, scale: float = 1.0) -> list[Work]:
+    """The first `count` requests of a data set, their lengths divided by `scale`; a token is left of each at least.
 
-    def timed(tokens: int) -> float:
-        began = time.perf_counter()
-        llm.generate([work[1][0][:128]], fixed(tokens))
-        return time.perf_counter() - began
-
-    timed(8)
-    first = timed(1)
-    single = 128 / (timed(129) - first)
-    before = llm.stats()
-    began = time.perf_counter()
-    outputs = llm.generate([prompt for prompt, _ in work], [fixed(tokens) for _, tokens in work])
-    seconds = time.perf_counter() - began
-    stats = llm.stats()
-    produced = sum(len(output.outputs[0].token_ids) for output in outputs)
-    prompt_tokens = sum(len(prompt) for prompt, _ in work)
-    figures = {
-        "engine": "octavo",
-        "dtype": llm.capacity.dtype,
-        "load_s": loaded,
-        "first_token_128_s": first,
-        "single_tokens_per_s": single,
-        "seconds": seconds,
-        "prompt_tokens": prompt_tokens,
-        "output_tokens": produced,
-        "output_tokens_per_s": produced / seconds,
-        "total_tokens_per_s": (prompt_tokens + produced) / seconds,
-        "device_busy": (stats.seconds["forward"] - before.seconds["forward"]) / seconds,
-        "steps": stats.steps - before.steps,
-        "preemptions": stats.preemptions,
-    }
-    print(json.dumps({name: round(value, 3) if isinstance(value, float) else value for name, value in figures.items()}))
-    llm.close()
+    Raises InvalidValueError where the data set is unknown or not to be had.
+    """
+    if not 1 <= scale < math.inf:
+        raise InvalidValueError(f"scale: {scale}; allowed: a number from 1, by which lengths are divided")
+    if count < 1:
+        raise InvalidValueError(f"requests: {count}; allowed: a whole number from 1")
+    if dataset == SHARED:
+        work = shared(max(64, count))[:count]  # lengths of outputs are drawn after all prompts
+    elif dataset in traces.DATASETS:
+        work = [Work(request.prompt, len(request.answer)) for request in traces.load(dataset, data, count)]
+    else:
+        raise InvalidValueError(f"dataset: {dataset!r}; allowed: {', '.join([SHARED, *traces.DATASETS])}")
+    work = [one for one in work if one.prompt and one.tokens]
+    return [Work(one.prompt[: _scaled(len(one.prompt), scale)], _scaled(one.tokens, scale)) for one in work]
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def fitting(work: list[Work], longest: int, vocab_size: int) -> list[Work]:
+    """Those that a sequence of `longest` tokens can hold, their ids brought into the vocabulary."""
+    return [Work([token % vocab_size for token in one.prompt], one.tokens) for one in work if one.length <= longest]
+
+
+def cut(work: list[Work], count: int, prompt: int, tokens: int) -> list[Work]:
+    """A little of it, to warm up with."""
+    return [Work(one.prompt[:prompt], min(one.tokens, tokens)) for one in islice(work, count)]
+
+
+def _scaled(length: int, scale: float) -> int:
+    return max(1, round(length / scale))

@@ -6,12 +6,19 @@ from typing import Annotated
 
 import typer
 
+from octavo.cli.flags import with_flags
+from octavo.config import EngineConfig
+
 bench = typer.Typer(no_args_is_help=True, help="Measure what goes on in memory, and how fast.")
 
 
-@bench.callback()
-def keep_sub_commands() -> None:
-    pass
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="an alias, a hub id (org/name), a folder or a .gguf file")]
+Repeats = Annotated[int, typer.Option(metavar="N", help="runs of each, of which medians and spread are told")]
+WarmUp = Annotated[bool, typer.Option(help="Run a little first that does not count.")]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="write all figures there; - prints them instead of tables")]
+Out = Annotated[str | None, typer.Option(metavar="FILE", help="draw a picture there; its ending decides the format")]
+
+DEFAULT_MODEL = "smollm2-135m"
 
 
 @bench.command()
@@ -51,4 +58,55 @@ def memory(
         kernels=kernels,
         out=out,
         json=json,
+    )
+
+
+@bench.command()
+@with_flags()
+def throughput(
+    config: EngineConfig,
+    model: Model = DEFAULT_MODEL,
+    dataset: Annotated[str, typer.Option(metavar="NAME", help="shared, or a trace as in bench memory; a wrong name lists them")] = "shared",
+    data: Annotated[str | None, typer.Option(metavar="FOLDER", help="where the traces lie (else $OCTAVO_DATA, ../shared/data)")] = None,
+    requests: Annotated[int, typer.Option(metavar="N", help="how many of its requests")] = 64,
+    scale: Annotated[float, typer.Option(metavar="VALUE", help="divide all lengths by this")] = 1.0,
+    repeats: Repeats = 3,
+    warm_up: WarmUp = True,
+    batching: Annotated[
+        str, typer.Option(metavar="WAY", help="static (a group ends with its longest, then the next begins), continuous, or both")
+    ] = "continuous",
+    memory: Annotated[
+        str, typer.Option(metavar="WAY", help="reserve (a whole context for each request), paged (blocks as needed), or both")
+    ] = "paged",
+    contexts: Annotated[
+        list[int] | None,
+        typer.Option(metavar="N", help="whole contexts that KV memory holds (default 4 where ways are compared); repeatable in a sweep"),
+    ] = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Compare the ways over sizes of KV memory and spreads of lengths; takes long.")
+    ] = False,
+    json: Json = None,
+    out: Out = None,
+) -> None:
+    """Tokens a second with all requests at once; with --batching both --memory both, against the traditional ways.
+
+    The rest of the engine's settings are flags too; a batch of 64 takes --max-batch-size 64.
+    """
+    from octavo.bench.throughput import run
+
+    run(
+        model,
+        config,
+        dataset=dataset,
+        data=data,
+        requests=requests,
+        scale=scale,
+        repeats=repeats,
+        warm_up=warm_up,
+        batching=batching,
+        memory=memory,
+        contexts=contexts or (),
+        sweep=sweep,
+        json=json,
+        out=out,
     )

@@ -2,52 +2,49 @@
 //
 // A query's result is a function of its own position, its own vector and the keys and values it sees: tiles of TILE positions are
 // scored and summed in order under a running maximum, from a fresh start at each SPAN, and the spans' results are merged in order.
-// Neither the queries beside it, nor the blocks, nor the number of threads enter into it. What a query does not see is never
-// multiplied: hidden scores are replaced, and hidden values left out of the sum.
+// Neither the queries beside it, nor the blocks, nor the number of threads enter into it: what a query does not see has weight zero.
 #pragma once
 
 #include "product.hpp"
-#include "tiles.hpp"
 
 namespace octavo::OCTAVO_ISA {
 
-// The floats of one thread. A query is one head of one token, a token's heads side by side.
-// queries [queries, dim], scaled. keys [dim, TILE]. values [TILE, padded]. weights [queries, TILE].
-// A state is a query's softmax over part of its context: [LANES] peak in lane 0, [LANES] sums by lane, [padded] sum of values.
+// The memory of one thread. A query is one head of one token, a token's heads side by side.
+// queries [queries][dim / PACK] words, and for int8 a scale and a correction each. scores [queries][TILE]. weights [queries][TILE / PACK]
+// words, and for int8 a scale each. A state is a query's softmax over part of its context: [LANES] peak in lane 0, [LANES] sums by lane,
+// [padded] sum of values.
 struct Scratch {
-    float *queries, *keys, *values, *weights, *span, *whole;
+    uint32_t *queries, *weights;
+    float *query_scales, *corrections, *scores, *weight_scales, *span, *whole;
+    Panels copies;
 
     static size_t state_floats(int padded) { return 2 * LANES + padded; }
 
-    static size_t floats(int queries, int dim) {
-        size_t padded = round_up(dim);
-        return size_t(queries) * (dim + LANES + TILE + 2 * state_floats(padded)) + TILE * (dim + LANES + padded);
-    }
+    static size_t floats(int queries, int dim) { return Scratch(nullptr, queries, dim).size; }
 
     Scratch(float* at, int queries, int dim) {
-        int padded = round_up(dim);
-        auto take = [&at](size_t count) {
-            float* out = at;
-            at += (count + LANES - 1) / LANES * LANES;
+        const size_t padded = round_up(dim);
+        auto take = [&](size_t count) {
+            float* out = at ? at + size : nullptr;
+            size += (count + 15) / 16 * 16;
             return out;
         };
-        keys = take(size_t(dim) * TILE);
-        values = take(size_t(padded) * TILE);
-        this->queries = take(size_t(queries) * dim);
-        weights = take(size_t(queries) * TILE);
+        copies.keys = reinterpret_cast<uint32_t*>(take(TILE * dim));
+        copies.values = reinterpret_cast<uint32_t*>(take(TILE * padded));
+        copies.key_scales = take(TILE);
+        copies.value_scales = take(TILE);
+        this->queries = reinterpret_cast<uint32_t*>(take(queries * dim));
+        query_scales = take(queries);
+        corrections = take(queries);
+        scores = take(queries * TILE);
+        weights = reinterpret_cast<uint32_t*>(take(queries * TILE));
+        weight_scales = take(queries);
         span = take(queries * state_floats(padded));
         whole = take(queries * state_floats(padded));
     }
-};
 
-// Positions [from, to).
-struct Range {
-    int64_t from, to;
-
-    Range cut(Range other) const {
-        return {from > other.from ? from : other.from, to < other.to ? to : other.to};
-    }
-    bool empty() const { return from >= to; }
+private:
+    size_t size = 0;
 };
 
 OCTAVO_INLINE Range visible(const AttentionCall& call, int64_t position) {
@@ -66,24 +63,51 @@ static void rescale(float* state, int padded, float peak) {
     for (int i = 0; i < LANES + padded; i += LANES) store(state + LANES + i, load(state + LANES + i) * factor);
 }
 
-// Turn the scores of columns [from, to) into weights under the state's peak, which rises if it must.
-static void weigh(float* scores, int from, int to, float* state, int padded) {
-    int first = from / LANES * LANES;
+template <class T>
+OCTAVO_INLINE void store_weights(uint32_t* to, int column, Floats weight) {
+    store(reinterpret_cast<T*>(to) + column, weight);
+}
+
+// Turn the scores of columns [first, end), whole panels, into weights under the state's peak, which rises if it must. Columns outside of
+// [from, to) are hidden. scale: what a score is worth.
+template <class T>
+static void weigh(float* scores, int first, int end, int from, int to, float scale, float* state, int padded, uint32_t* weights) {
     Floats top = broadcast(NONE);
-    for (int column = first; column < to; column += LANES) {
-        Floats seen = within(load(scores + column), column, from, to, NONE);
+    const Floats worth = broadcast(scale);
+    for (int column = first; column < end; column += LANES) {
+        Floats seen = load(scores + column) * worth;
+        if (column < from || column + LANES > to) seen = within(seen, column, from, to, NONE);
         store(scores + column, seen);
         top = larger(seen, top);
     }
     float peak = largest(top);
     if (peak > state[0]) rescale(state, padded, peak);
     Floats base = broadcast(state[0]), sum = load(state + LANES);
-    for (int column = first; column < to; column += LANES) {
+    for (int column = first; column < end; column += LANES) {
         Floats weight = exponential(load(scores + column) - base);
-        store(scores + column, weight);
+        if constexpr (IS_INT8<T>)
+            store(scores + column, weight);
+        else
+            store_weights<T>(weights, column, weight);
         sum = sum + weight;
     }
     store(state + LANES, sum);
+}
+
+// Weights times the scales of their values -> bytes, the largest being 255; returns what one is worth.
+static float weigh_bytes(const float* scores, const float* const* scales, int first, int end, uint32_t* weights) {
+    alignas(64) float scaled[TILE];
+    Floats top = {};
+    for (int column = first; column < end; column += LANES) {
+        Floats weight = load(scores + column);
+        // A hidden value's scale may be anything.
+        Floats each = weight > Floats{} ? weight * load(scales[column / PANEL] + column % PANEL) : Floats{};
+        store(scaled + column, each);
+        top = larger(each, top);
+    }
+    float peak = largest(top);
+    to_bytes(scaled + first, end - first, peak / 255.0f, 0, reinterpret_cast<uint8_t*>(weights) + first);
+    return peak / 255.0f;
 }
 
 // Add what `part` saw to `whole`.
@@ -127,8 +151,10 @@ template <class T>
 class PieceOfContext {
 public:
     PieceOfContext(const AttentionCall& call, const Piece& piece, const Piece* following, Scratch& scratch)
-        : call(call), piece(piece), following(following), scratch(scratch), padded(round_up(call.dim)),
-          state_floats(Scratch::state_floats(padded)), seen(seen_by(call, piece)) {}
+        : call(call), piece(piece), following(following), scratch(scratch), reader(call, scratch.copies), padded(round_up(call.dim)),
+          state_floats(Scratch::state_floats(padded)), seen(seen_by(call, piece)) {
+        load_queries();
+    }
 
     void attend_span(int span) {
         Range part = seen.cut({int64_t(span) * SPAN, int64_t(span + 1) * SPAN});
@@ -141,114 +167,101 @@ private:
     const Piece& piece;
     const Piece* following;
     Scratch& scratch;
+    const TileReader<T> reader;
     const int padded;
     const int64_t state_floats;
     const Range seen;
+    Tile tiles[2];
 
-    // keys[j], values[j]: the rows of position start + j. Those outside of `held` repeat the nearest inside: no query sees them.
-    struct Rows {
-        const T* keys[TILE];
-        const T* values[TILE];
-        int64_t start = -1;
-        Range held{0, 0};
-    };
-    Rows rows[2];
-
-    void find(Rows& out, const Piece& piece, Range seen, int64_t start) const {
-        out.start = start;
-        out.held = seen.cut({start, start + TILE});
-        const int64_t mask = (int64_t(1) << call.block_shift) - 1;
-        const ptrdiff_t to_values = static_cast<const T*>(call.values) - static_cast<const T*>(call.keys);
-        const T* head = static_cast<const T*>(call.keys) + (int64_t(piece.head) << call.block_shift) * call.dim;
-        int first = int(out.held.from - start), end = int(out.held.to - start);
-        for (int j = 0; j < TILE; j++) {
-            int64_t position = start + (j < first ? first : j < end ? j : end - 1);
-            out.keys[j] = head + piece.table[position >> call.block_shift] * call.block_stride + (position & mask) * call.dim;
-            out.values[j] = out.keys[j] + to_values;
-        }
+    void load_queries() {
+        if (call.type == Element::float32)
+            load_queries_from<float>();
+        else
+            load_queries_from<Bfloat16>();
     }
 
-    // Widen a tile, and fetch the next one to the cache meanwhile: a little at a time, since a burst of fetches would stall.
-    void load_tile(const Rows& tile, const Rows& next) {
-        int first = int(tile.held.from - tile.start), end = int(tile.held.to - tile.start);
-        const bool fetches = !next.held.empty();
-        for (int j = first / LANES * LANES; j < end; j += LANES) {
-            transpose_rows(tile.keys + j, call.dim, scratch.keys + j);
-            for (int i = j; fetches && i < j + LANES; i++) fetch(next.keys[i]);
-        }
-        for (int j = first; j < end; j++) {
-            widen_row(tile.values[j], call.dim, scratch.values + j * int64_t(padded));
-            if (fetches) fetch(next.values[j]);
-        }
-    }
-
-    void fetch(const T* row) const {
-        constexpr int CACHE_LINE = 64 / sizeof(T);
-        for (int at = 0; at < call.dim; at += CACHE_LINE) __builtin_prefetch(row + at, 0, 2);
-    }
-
-    void attend_tile(int64_t start) {
-        Rows &tile = rows[start / TILE % 2], &next = rows[(start / TILE + 1) % 2];
-        if (tile.start != start) find(tile, piece, seen, start);
-        next.held = {0, 0};
-        if (start + TILE < seen.to) {
-            find(next, piece, seen, start + TILE);
-        } else if (following) {
-            Range coming = seen_by(call, *following);
-            find(next, *following, coming, coming.from / TILE * TILE);
-        }
-        load_tile(tile, next);
-        const Range held = tile.held;
-
-        // Tokens [first, end) see some of the tile, of which [whole_first, whole_end) see all of what is held.
-        int first = piece.count, end = 0, whole_first = piece.count, whole_end = 0;
-        for (int i = 0; i < piece.count; i++) {
-            Range part = held.cut(visible(call, piece.position + i));
-            if (part.empty()) continue;
-            if (i < first) first = i;
-            end = i + 1;
-            if (part.from != held.from || part.to != held.to) continue;
-            if (i < whole_first) whole_first = i;
-            whole_end = i + 1;
-        }
-
-        int group = call.group, columns = round_up(int(held.to - start)), from = int(held.from - start) / LANES * LANES;
-        float* weights = scratch.weights + int64_t(first) * group * TILE;
-        const float* queries = scratch.queries + int64_t(first) * group * call.dim;
-        product({queries, call.dim, scratch.keys, TILE, weights, TILE, 0, call.dim, false}, (end - first) * group, from, columns);
-        for (int i = first; i < end; i++) {
-            Range part = held.cut(visible(call, piece.position + i));
-            for (int query = i * group; query < (i + 1) * group; query++)
-                weigh(scratch.weights + int64_t(query) * TILE, int(part.from - start), int(part.to - start),
-                      scratch.span + query * state_floats, padded);
-        }
-        for (int i = first; i < end; i++) {
-            if (i == whole_first) {
-                add_values(i, whole_end, held, start);
-                i = whole_end - 1;
+    template <class From>
+    void load_queries_from() {
+        const int words = call.dim / PACK<T>;
+        alignas(64) float rotated[MAX_DIM];
+        for (int query = 0; query < piece.count * call.group; query++) {
+            int64_t token = piece.token + query / call.group, head = int64_t(piece.head) * call.group + query % call.group;
+            const From* from = static_cast<const From*>(call.query) + token * call.query_stride + head * call.dim;
+            rotate_head(from, call.cos + token * call.half, call.sin + token * call.half, call.half, call.dim, rotated);
+            T* to = reinterpret_cast<T*>(scratch.queries + query * words);
+            scratch.query_scales[query] = call.scale;
+            scratch.corrections[query] = 0;
+            if constexpr (IS_INT8<T>) {
+                float scale = int8_scale(rotated, call.dim);
+                to_bytes(rotated, call.dim, scale, 0, reinterpret_cast<uint8_t*>(to));
+                int sum = 0;
+                for (int i = 0; i < call.dim; i++) sum += to[i];
+                scratch.query_scales[query] = scale * call.scale;
+                scratch.corrections[query] = float(-128 * sum);  // keys are biased by 128
             } else {
-                add_values(i, i + 1, held.cut(visible(call, piece.position + i)), start);
+                in_vectors(call.dim, [&](int i, int count) { store_some(to + i, load_some(rotated + i, count), count); });
             }
         }
     }
 
-    void add_values(int token, int end, Range part, int64_t start) {
-        int64_t query = int64_t(token) * call.group;
+    // Find the tile at `start`, and where the one after it lies, which may be the next piece's first.
+    void find_tiles(int64_t start) {
+        Tile &tile = tiles[start / TILE % 2], &next = tiles[(start / TILE + 1) % 2];
+        if (tile.start != start) reader.find(tile, piece.table, piece.head, seen.cut({start, start + TILE}), start);
+        next.held = {0, 0};
+        if (start + TILE < seen.to) {
+            reader.find(next, piece.table, piece.head, seen.cut({start + TILE, start + 2 * TILE}), start + TILE);
+        } else if (following) {
+            Range coming = seen_by(call, *following);
+            int64_t first = coming.from / TILE * TILE;
+            reader.find(next, following->table, following->head, coming.cut({first, first + TILE}), first);
+        }
+    }
+
+    void attend_tile(int64_t start) {
+        find_tiles(start);
+        Tile &tile = tiles[start / TILE % 2], &next = tiles[(start / TILE + 1) % 2];
+        reader.load(tile, piece.table, piece.head);
+        const Range held = tile.held;
+        const int first_panel = tile.first_panel(), end_panel = tile.end_panel();
+
+        // Tokens [first, end) see some of the tile.
+        int first = 0, end = piece.count;
+        while (held.cut(visible(call, piece.position + first)).empty()) first++;
+        while (held.cut(visible(call, piece.position + end - 1)).empty()) end--;
+
+        const int group = call.group, words = call.dim / PACK<T>, query = first * group, queries = (end - first) * group;
+        float* scores = scratch.scores + int64_t(query) * TILE;
+        uint32_t* weights = scratch.weights + int64_t(query) * (TILE / PACK<T>);
+        if (!next.held.empty()) reader.fetch(next, 0, 2);
+        product<T>(ScoreProduct{scratch.queries + int64_t(query) * words, words, tile.keys, scores}, queries, first_panel * PANEL, end_panel * PANEL);
+        for (int i = 0; i < queries; i++) {
+            Range part = held.cut(visible(call, piece.position + first + i / group));
+            weigh_query(tile, query + i, int(part.from - start), int(part.to - start));
+        }
+        if (!next.held.empty()) reader.fetch(next, 1, 2);
         float* sums = scratch.span + query * state_floats + 2 * LANES;
-        product({scratch.weights + query * TILE, TILE, scratch.values, padded, sums, state_floats, int(part.from - start),
-                 int(part.to - start), true},
-                (end - token) * call.group, 0, padded);
+        product<T>(ValueProduct{weights, tile.values, first_panel, end_panel, padded, sums, state_floats, scratch.weight_scales + query}, queries, 0,
+                   padded);
+    }
+
+    void weigh_query(const Tile& tile, int query, int from, int to) {
+        const int first = tile.first_panel() * PANEL, end = tile.end_panel() * PANEL;
+        float* scores = scratch.scores + int64_t(query) * TILE;
+        float* state = scratch.span + query * state_floats;
+        uint32_t* weights = scratch.weights + int64_t(query) * (TILE / PACK<T>);
+        float scale = scratch.query_scales[query];
+        if constexpr (IS_INT8<T>) {
+            const Floats correction = broadcast(scratch.corrections[query]);
+            for (int column = first; column < end; column += LANES) {
+                Floats sum = to_floats((Ints)load_words(scores + column)) + correction;
+                store(scores + column, sum * load(tile.key_scales[column / PANEL] + column % PANEL));
+            }
+        }
+        weigh<T>(scores, first, end, from, to, scale, state, padded, weights);
+        if constexpr (IS_INT8<T>) scratch.weight_scales[query] = weigh_bytes(scores, tile.value_scales, first, end, weights);
     }
 };
-
-template <class T>
-static void load_queries(const AttentionCall& call, const Piece& piece, float* out) {
-    for (int i = 0; i < piece.count; i++) {
-        const T* token = static_cast<const T*>(call.query) + (piece.token + i) * call.query_stride;
-        const T* from = token + int64_t(piece.head) * call.group * call.dim;
-        for (int j = 0; j < call.group * call.dim; j++) *out++ = widen(from[j]) * call.scale;
-    }
-}
 
 template <class T>
 static void attend_piece(const AttentionCall& call, const Piece& piece, const Piece* following, Scratch& scratch, float* workspace) {
@@ -272,14 +285,11 @@ static void attend_piece(const AttentionCall& call, const Piece& piece, const Pi
 
 static void attend(const AttentionCall& call, const Piece& piece, const Piece* following, float* floats, float* workspace) {
     Scratch scratch(floats, piece.count * call.group, call.dim);
-    if (call.type == Element::float32)
-        load_queries<float>(call, piece, scratch.queries);
-    else
-        load_queries<Bfloat16>(call, piece, scratch.queries);
-    if (call.region_type == Element::float32)
-        attend_piece<float>(call, piece, following, scratch, workspace);
-    else
-        attend_piece<Bfloat16>(call, piece, following, scratch, workspace);
+    switch (call.region_type) {
+        case Element::float32: return attend_piece<float>(call, piece, following, scratch, workspace);
+        case Element::bfloat16: return attend_piece<Bfloat16>(call, piece, following, scratch, workspace);
+        case Element::int8: return attend_piece<int8_t>(call, piece, following, scratch, workspace);
+    }
 }
 
 // Merge the spans of a piece whose results lie one after another in the workspace.
@@ -297,35 +307,6 @@ static void merge(const AttentionCall& call, const Piece& piece, float* floats, 
         }
     }
     finish_piece(call, piece, scratch.whole);
-}
-
-template <class From, class To>
-static void store_rows(const AttentionCall& call, const void* from, int64_t stride, void* to, int64_t token, int64_t slot) {
-    const From* source = static_cast<const From*>(from) + token * stride;
-    To* block = static_cast<To*>(to) + (slot >> call.block_shift) * call.block_stride;
-    int64_t offset = slot & ((int64_t(1) << call.block_shift) - 1);
-    for (int head = 0; head < call.num_kv_heads; head++) {
-        int64_t at = ((int64_t(head) << call.block_shift) + offset) * call.dim;
-        convert_row(source + int64_t(head) * call.dim, call.dim, block + at);
-    }
-}
-
-template <class From, class To>
-static void store_both(const AttentionCall& call, int64_t token, int64_t slot) {
-    store_rows<From, To>(call, call.key, call.key_stride, call.keys, token, slot);
-    store_rows<From, To>(call, call.value, call.value_stride, call.values, token, slot);
-}
-
-static void store_token(const AttentionCall& call, int64_t token, int64_t slot) {
-    bool from_wide = call.type == Element::float32, to_wide = call.region_type == Element::float32;
-    if (from_wide && to_wide)
-        store_both<float, float>(call, token, slot);
-    else if (from_wide)
-        store_both<float, Bfloat16>(call, token, slot);
-    else if (to_wide)
-        store_both<Bfloat16, float>(call, token, slot);
-    else
-        store_both<Bfloat16, Bfloat16>(call, token, slot);
 }
 
 }  // namespace octavo::OCTAVO_ISA

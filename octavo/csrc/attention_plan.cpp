@@ -18,6 +18,7 @@ AttentionPlan::AttentionPlan(const Geometry& geometry, int64_t rows, const int64
     : geometry(geometry), window(window > 0 ? window : std::numeric_limits<int64_t>::max() / 2), slots(slots, slots + tokens) {
     while (1 << block_shift < geometry.block_size) block_shift++;
     if (1 << block_shift != geometry.block_size) throw std::invalid_argument("block_size must be a power of two");
+    if (geometry.dim > MAX_DIM || geometry.dim % 4) throw std::invalid_argument("heads must have a multiple of 4 features, 256 at most");
     int64_t length = 0;
     for (int64_t row = 0; row < rows; row++) length += table_lengths[row];
     this->tables.assign(tables, tables + length);
@@ -73,19 +74,13 @@ void AttentionPlan::add_row(const int32_t* table, int64_t token, int64_t count, 
 }
 
 void AttentionPlan::run(const Kernels& kernels, const LayerPointers& layer) const {
-    int64_t half_block = int64_t(geometry.num_kv_heads) * geometry.block_size * geometry.dim;
-    int64_t element = layer.region_type == Element::float32 ? 4 : 2;
-    char* keys = static_cast<char*>(layer.region) + layer.layer * 2 * half_block * element;
+    const int64_t half = geometry.num_kv_heads * geometry.head_bytes;
+    char* keys = static_cast<char*>(layer.region) + layer.layer * 2 * half;
     AttentionCall call{
-        layer.query,       layer.key,
-        layer.value,       layer.out,
-        layer.type,        layer.query_stride,
-        layer.key_stride,  layer.value_stride,
-        keys,              keys + half_block * element,
-        layer.region_type, geometry.num_layers * 2 * half_block,
-        geometry.num_kv_heads, geometry.group,
-        geometry.dim,      block_shift,
-        layer.scale,       window,
+        layer.query,           layer.key,      layer.value,     layer.out,  layer.type, layer.query_stride,
+        layer.key_stride,      layer.value_stride, layer.cos,   layer.sin,  layer.half, keys,
+        keys + half,           geometry.type,  geometry.num_layers * 2 * half, geometry.head_bytes,
+        geometry.num_kv_heads, geometry.group, geometry.dim,    block_shift, layer.scale, window,
     };
     const size_t scratch_floats = kernels.scratch_floats(call, most_queries);
     static thread_local Buffer workspace_buffer;

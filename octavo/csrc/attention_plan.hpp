@@ -9,18 +9,21 @@
 
 namespace octavo {
 
-// The KV region [num_blocks, num_layers, 2, num_kv_heads, block_size, dim], and the query heads that share a KV head.
+// The KV region [num_blocks, num_layers, 2, num_kv_heads, head_bytes], and the query heads that share a KV head.
 struct Geometry {
-    int64_t num_blocks, num_layers;
+    int64_t num_blocks, num_layers, head_bytes;
     int num_kv_heads, block_size, dim, group;
+    Element type;
 };
 
 // What a layer's call adds to the plan: see AttentionCall.
 struct LayerPointers {
     const void *query, *key, *value;
+    const float *cos, *sin;
     void *out, *region;
-    Element type, region_type;
+    Element type;
     int64_t query_stride, key_stride, value_stride, layer;
+    int half;
     float scale;
 };
 

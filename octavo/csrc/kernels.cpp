@@ -1,5 +1,6 @@
 // Compiled once for each instruction set, OCTAVO_ISA being its name.
 #include "attention.hpp"
+#include "linear.hpp"
 #include "rows.hpp"
 
 namespace octavo::OCTAVO_ISA {
@@ -12,6 +13,9 @@ static size_t scratch_floats(const AttentionCall& call, int queries) { return Sc
 static size_t state_floats(const AttentionCall& call) { return Scratch::state_floats(round_up(call.dim)); }
 
 extern const Kernels kernels;
-const Kernels kernels{OCTAVO_NAME(OCTAVO_ISA), scratch_floats, state_floats, store_token, attend, merge, rms_norm, rotary, silu_and_mul};
+const Kernels kernels{
+    OCTAVO_NAME(OCTAVO_ISA), scratch_floats, state_floats, store_token, attend, merge, rms_norm, silu_and_mul,
+    prepared_bytes,          prepare,        product_bytes, multiply,   embed,
+};
 
 }  // namespace octavo::OCTAVO_ISA

@@ -6,20 +6,33 @@
 
 namespace octavo {
 
-enum class Element : int { float32 = 0, bfloat16 = 1 };
+enum class Element : int { float32 = 0, bfloat16 = 1, int8 = 2 };
 
 struct Bfloat16 {
     uint16_t bits;
 };
+
+struct Float16 {
+    uint16_t bits;
+};
+
+class Matrix;
 
 // Context positions scored at once, and positions whose partial result is merged as one; both are aligned to position 0, so that
 // a query's arithmetic follows from its position alone.
 constexpr int TILE = 64;
 constexpr int SPAN = 512;
 
+// What lies side by side in memory for products: tokens of a block's keys, outputs of a weight.
+constexpr int PANEL = 16;
+
+// Features of a head at most.
+constexpr int MAX_DIM = 256;
+
 // One layer's attention. Strides are in elements.
 // query, key, value: [tokens, heads, dim], each token's heads contiguous. out: contiguous, of the query's type.
-// keys, values: this layer's part of block 0, each [num_kv_heads, block_size, dim]; a block holds 2 ** block_shift positions.
+// cos, sin: [tokens, half], for the first 2 * half features of query and key.
+// keys, values: this layer's part of block 0, [num_kv_heads, head_bytes]; a block holds 2 ** block_shift positions. See cache.hpp.
 struct AttentionCall {
     const void* query;
     const void* key;
@@ -27,10 +40,13 @@ struct AttentionCall {
     void* out;
     Element type;
     int64_t query_stride, key_stride, value_stride;
+    const float* cos;
+    const float* sin;
+    int half;
     void* keys;
     void* values;
     Element region_type;
-    int64_t block_stride;
+    int64_t block_bytes, head_bytes;
     int num_kv_heads, group, dim, block_shift;
     float scale;
     int64_t window;
@@ -57,17 +73,6 @@ struct NormCall {
     float eps;
 };
 
-// x [tokens, heads, dim] with a stride between tokens; cos and sin [tokens, half].
-struct RotaryCall {
-    const void* x;
-    const float* cos;
-    const float* sin;
-    void* out;
-    Element type;
-    int64_t x_stride;
-    int heads, dim, half;
-};
-
 // gate_up [tokens, 2 * size] with a stride between tokens -> out [tokens, size].
 struct GateCall {
     const void* gate_up;
@@ -75,6 +80,34 @@ struct GateCall {
     Element type;
     int64_t stride;
     int size;
+};
+
+// x [rows, inputs] and out [rows, outputs], rows apart by strides in elements; bias [outputs] or null.
+struct LinearCall {
+    const Matrix* matrix;
+    const void* x;
+    Element x_type;
+    int64_t x_stride, rows;
+    const float* bias;
+    void* out;
+    Element out_type;
+    int64_t out_stride;
+};
+
+// Rows [first, end) of x in the form that the products read, `stride` bytes apart.
+struct Activations {
+    const char* at;
+    int64_t stride, first, end;
+};
+
+// ids [tokens] -> out [tokens, inputs].
+struct EmbeddingCall {
+    const Matrix* matrix;
+    const int64_t* ids;
+    int64_t tokens;
+    void* out;
+    Element out_type;
+    int64_t out_stride;
 };
 
 struct Kernels {
@@ -85,8 +118,14 @@ struct Kernels {
     void (*attend)(const AttentionCall&, const Piece&, const Piece* following, float* scratch, float* workspace);
     void (*merge)(const AttentionCall&, const Piece&, float* scratch, const float* workspace);
     void (*rms_norm)(const NormCall&, int64_t token);
-    void (*rotary)(const RotaryCall&, int64_t token);
     void (*silu_and_mul)(const GateCall&, int64_t token);
+    // Bytes of a row as the products read it; 0 where x is read as it is.
+    size_t (*prepared_bytes)(const LinearCall&);
+    void (*prepare)(const LinearCall&, int64_t row, char* to);
+    // Bytes of scratch for one call of multiply.
+    size_t (*product_bytes)(const LinearCall&);
+    void (*multiply)(const LinearCall&, const Activations&, int64_t first_panel, int64_t end_panel, char* scratch);
+    void (*embed)(const EmbeddingCall&, int64_t token);
 };
 
 namespace portable { extern const Kernels kernels; }

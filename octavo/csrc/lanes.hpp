@@ -24,6 +24,7 @@ using Floats = float __attribute__((vector_size(4 * LANES)));
 using Ints = int32_t __attribute__((vector_size(4 * LANES)));
 using Words = uint32_t __attribute__((vector_size(4 * LANES)));
 using Halves = uint16_t __attribute__((vector_size(2 * LANES)));
+using Bytes = uint8_t __attribute__((vector_size(LANES)));
 
 #define OCTAVO_INLINE static inline __attribute__((always_inline))
 
@@ -209,6 +210,71 @@ OCTAVO_INLINE Floats exponential(Floats x) {
     p = fused(p, r, broadcast(1.0f));
     Floats power = (Floats)((((Ints)shifted - (Ints)magic) + 127) << 23);
     return x < broadcast(-87.0f) ? Floats{} : p * power;
+}
+
+// Calls apply(offset, count) for each vector of `size` elements, the last perhaps shorter.
+template <class Apply>
+OCTAVO_INLINE void in_vectors(int size, Apply apply) {
+    int i = 0;
+    for (; i + LANES <= size; i += LANES) apply(i, LANES);
+    if (i < size) apply(i, size - i);
+}
+
+template <class T>
+OCTAVO_INLINE Floats load_some(const T* from, int count) {
+    if (count == LANES) return load(from);
+    alignas(64) T held[LANES] = {};
+    memcpy(held, from, count * sizeof(T));
+    return load(held);
+}
+
+template <class T>
+OCTAVO_INLINE void store_some(T* to, Floats x, int count) {
+    if (count == LANES) return store(to, x);
+    alignas(64) T held[LANES];
+    store(held, x);
+    memcpy(to, held, count * sizeof(T));
+}
+
+OCTAVO_INLINE Floats load(const Float16* from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+    Halves bits;
+    memcpy(&bits, from, sizeof bits);
+    Words wide = __builtin_convertvector(bits, Words), magnitude = wide & 0x7fff;
+    // Multiplied, a subnormal becomes normal; infinity and NaN need their exponent set.
+    Words finite = (Words)((Floats)(magnitude << 13) * 0x1p112f);
+    return (Floats)((magnitude < 0x7c00 ? finite : finite | 0x7f800000) | (wide & 0x8000) << 16);
+#endif
+}
+
+OCTAVO_INLINE int32_t largest(Ints x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_epi32((__m512i)x);
+#else
+    int32_t out = x[0];
+    for (int i = 1; i < LANES; i++) out = x[i] > out ? x[i] : out;
+    return out;
+#endif
+}
+
+OCTAVO_INLINE int32_t total(Ints x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    int32_t out = x[0];
+    for (int i = 1; i < LANES; i++) out += x[i];
+    return out;
+#endif
+}
+
+// The nearest integers, even where two are; for magnitudes below 2^22.
+OCTAVO_INLINE Ints nearest(Floats x) {
+    const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it leaves the integer in the low bits
+    return (Ints)(x + magic) - (Ints)magic;
 }
 
 }  // namespace octavo::OCTAVO_ISA

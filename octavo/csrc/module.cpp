@@ -1,15 +1,19 @@
 // The Python face of the kernels. Tensors come as addresses and strides in elements; the caller keeps them alive.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "attention_plan.hpp"
 #include "kernels.hpp"
+#include "matrix.hpp"
+#include "products.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -70,10 +74,10 @@ public:
     std::string name() const { return kernels->name; }
 
     void paged_attention(const AttentionPlan& plan, uintptr_t query, int64_t query_stride, uintptr_t key, int64_t key_stride,
-                         uintptr_t value, int64_t value_stride, uintptr_t out, bool bfloat16, uintptr_t region, bool region_bfloat16,
-                         int64_t layer, float scale) const {
-        plan.run(*kernels, {at<void>(query), at<void>(key), at<void>(value), at<void>(out), at<void>(region), element(bfloat16),
-                            element(region_bfloat16), query_stride, key_stride, value_stride, layer, scale});
+                         uintptr_t value, int64_t value_stride, uintptr_t cos, uintptr_t sin, int half, uintptr_t out, bool bfloat16,
+                         uintptr_t region, int64_t layer, float scale) const {
+        plan.run(*kernels, {at<void>(query), at<void>(key), at<void>(value), at<float>(cos), at<float>(sin), at<void>(out), at<void>(region),
+                            element(bfloat16), query_stride, key_stride, value_stride, layer, half, scale});
     }
 
     void rms_norm(uintptr_t x, int64_t x_stride, uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t sum, bool bfloat16,
@@ -83,29 +87,45 @@ public:
         by_token(kernels->rms_norm, call, tokens, int64_t(heads) * size);
     }
 
-    void rotary(uintptr_t x, int64_t x_stride, uintptr_t cos, uintptr_t sin, uintptr_t out, bool bfloat16, int64_t tokens, int heads,
-                int dim, int half) const {
-        RotaryCall call{at<void>(x), at<float>(cos), at<float>(sin), at<void>(out), element(bfloat16), x_stride, heads, dim, half};
-        by_token(kernels->rotary, call, tokens, int64_t(heads) * dim);
-    }
-
     void silu_and_mul(uintptr_t gate_up, int64_t stride, uintptr_t out, bool bfloat16, int64_t tokens, int size) const {
         GateCall call{at<void>(gate_up), at<void>(out), element(bfloat16), stride, size};
         by_token(kernels->silu_and_mul, call, tokens, size);
+    }
+
+    void linear(const Matrix& matrix, uintptr_t x, int64_t x_stride, bool x_bfloat16, int64_t rows, uintptr_t bias, uintptr_t out,
+                bool out_bfloat16) const {
+        octavo::linear(*kernels, {&matrix, at<void>(x), element(x_bfloat16), x_stride, rows, at<float>(bias), at<void>(out),
+                                  element(out_bfloat16), matrix.outputs()});
+    }
+
+    void embedding(const Matrix& matrix, uintptr_t ids, int64_t tokens, uintptr_t out, bool out_bfloat16) const {
+        octavo::embedding(*kernels, {&matrix, at<int64_t>(ids), tokens, at<void>(out), element(out_bfloat16), matrix.inputs()});
     }
 
 private:
     const Kernels* kernels;
 };
 
+Matrix* dense(uintptr_t weight, int64_t outputs, int64_t inputs, int64_t stride, bool bfloat16) {
+    if (bfloat16) return new Matrix(at<Bfloat16>(weight), outputs, inputs, stride);
+    return new Matrix(at<float>(weight), outputs, inputs, stride);
+}
+
+Matrix* grouped(int bits, uintptr_t codes, uintptr_t scales, uintptr_t minimums, int zero, int64_t outputs, int64_t inputs) {
+    if (bits != 4 && bits != 8) throw std::invalid_argument("a grouped weight has 4 or 8 bits, not " + std::to_string(bits));
+    return new Matrix(bits == 4 ? Storage::nibbles : Storage::bytes, {at<uint8_t>(codes), at<Float16>(scales), at<Float16>(minimums), zero},
+                      outputs, inputs);
+}
+
 void make_plan(AttentionPlan* self, Integers counts, Integers starts, Integers table_lengths, Integers tables, Integers slots,
-               int64_t window, int64_t num_blocks, int64_t num_layers, int num_kv_heads, int block_size, int dim, int group) {
+               int64_t window, int64_t num_blocks, int64_t num_layers, int num_kv_heads, int block_size, int dim, int group, int element,
+               int64_t head_bytes) {
     int64_t rows = counts.shape(0), length = 0;
     if (int64_t(starts.shape(0)) != rows || int64_t(table_lengths.shape(0)) != rows)
         throw std::invalid_argument("counts, starts and table_lengths must be equally long");
     for (int64_t row = 0; row < rows; row++) length += table_lengths.data()[row];
     if (int64_t(tables.shape(0)) != length) throw std::invalid_argument("table_lengths do not add up to the length of tables");
-    new (self) AttentionPlan({num_blocks, num_layers, num_kv_heads, block_size, dim, group}, rows, counts.data(), starts.data(),
+    new (self) AttentionPlan({num_blocks, num_layers, head_bytes, num_kv_heads, block_size, dim, group, Element(element)}, rows, counts.data(), starts.data(),
                              table_lengths.data(), tables.data(), slots.shape(0), slots.data(), window);
 }
 
@@ -116,15 +136,22 @@ NB_MODULE(_native, m) {
 
     nb::class_<AttentionPlan>(m, "AttentionPlan", "Who attends to what in one step, for all layers with one window (0: no window).")
         .def("__init__", &make_plan, "counts"_a, "starts"_a, "table_lengths"_a, "tables"_a, "slots"_a, nb::kw_only(), "window"_a,
-             "num_blocks"_a, "num_layers"_a, "num_kv_heads"_a, "block_size"_a, "dim"_a, "group"_a);
+             "num_blocks"_a, "num_layers"_a, "num_kv_heads"_a, "block_size"_a, "dim"_a, "group"_a, "element"_a, "head_bytes"_a);
+
+    nb::class_<Matrix>(m, "Matrix", "A weight [outputs, inputs], copied into the layout of the products.")
+        .def_static("dense", &dense, nb::rv_policy::take_ownership, nb::call_guard<nb::gil_scoped_release>())
+        .def_static("grouped", &grouped, nb::rv_policy::take_ownership, nb::call_guard<nb::gil_scoped_release>())
+        .def_prop_ro("shape", [](const Matrix& matrix) { return std::pair(matrix.outputs(), matrix.inputs()); })
+        .def_prop_ro("nbytes", &Matrix::bytes);
 
     nb::class_<Backend>(m, "Backend", "The kernels of one instruction set; see octavo.ops.interface.Ops.")
         .def(nb::init<const std::string&>())
         .def_prop_ro("name", &Backend::name)
         .def("paged_attention", &Backend::paged_attention, nb::call_guard<nb::gil_scoped_release>())
         .def("rms_norm", &Backend::rms_norm, nb::call_guard<nb::gil_scoped_release>())
-        .def("rotary", &Backend::rotary, nb::call_guard<nb::gil_scoped_release>())
-        .def("silu_and_mul", &Backend::silu_and_mul, nb::call_guard<nb::gil_scoped_release>());
+        .def("silu_and_mul", &Backend::silu_and_mul, nb::call_guard<nb::gil_scoped_release>())
+        .def("linear", &Backend::linear, nb::call_guard<nb::gil_scoped_release>())
+        .def("embedding", &Backend::embedding, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace octavo

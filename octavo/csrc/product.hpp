@@ -1,73 +1,131 @@
-// The one matrix product of attention: scores are queries by keys, results are weights by values.
+// The matrix products of attention: scores are queries by keys, results are weights by values.
 #pragma once
 
-#include "lanes.hpp"
+#include "cache.hpp"
 
 namespace octavo::OCTAVO_ISA {
 
-// The largest product that keeps its sums in registers.
+// The largest product that keeps its sums in registers, in vectors.
 #ifdef __AVX512F__
 constexpr int MAX_ROWS = 6, MAX_WIDTH = 4;
 #else
 constexpr int MAX_ROWS = 2, MAX_WIDTH = 4;
 #endif
 
-// c[r, :] (+)= sum over k in [from, to) of a[r, k] b[k, :], k ascending. Each element is one chain of additions, so that its
-// value is the same whichever rows and columns are computed beside it.
-struct Product {
-    const float* a;
-    int64_t a_stride;
-    const float* b;
-    int64_t b_stride;
-    float* c;
-    int64_t c_stride;
-    int from, to;
-    bool adds;
+template <class T>
+struct Arithmetic {
+    using Sum = Floats;
+    OCTAVO_INLINE Floats score(Words query, Words key, Floats sum) { return weigh(query, key, sum); }
+    OCTAVO_INLINE Floats weigh(Words weight, Words value, Floats sum) {
+        if constexpr (sizeof(T) == sizeof(float))
+            return fused((Floats)weight, (Floats)value, sum);
+        else
+            return dot(weight, value, sum);
+    }
 };
 
-template <int ROWS, int WIDTH>
-static void small_product(const Product& p, int row, int column) {
-    const float* a = p.a + row * p.a_stride;
-    const float* b = p.b + column;
-    float* c = p.c + row * p.c_stride + column;
-    Floats sum[ROWS][WIDTH];
-    for (int r = 0; r < ROWS; r++)
-        for (int w = 0; w < WIDTH; w++) sum[r][w] = p.adds ? load(c + r * p.c_stride + w * LANES) : Floats{};
-    for (int k = p.from; k < p.to; k++) {
-        Floats right[WIDTH];
-        for (int w = 0; w < WIDTH; w++) right[w] = load(b + k * p.b_stride + w * LANES);
+template <>
+struct Arithmetic<int8_t> {
+    using Sum = Ints;
+    OCTAVO_INLINE Ints score(Words query, Words key, Ints sum) { return dot_bytes(key, query, sum); }
+    OCTAVO_INLINE Ints weigh(Words weight, Words value, Ints sum) { return dot_bytes(weight, value, sum); }
+};
+
+// Each element of a product is one chain of additions, so that its value is the same whichever rows and columns are computed beside it.
+
+// queries [rows][words]. out [rows][TILE]: sums, still integers where T is int8.
+struct ScoreProduct {
+    const uint32_t* queries;
+    int words;
+    const uint32_t* const* panels;
+    float* out;
+};
+
+template <class T, int ROWS, int WIDTH>
+static void multiply(const ScoreProduct& p, int row, int column) {
+    using Sum = typename Arithmetic<T>::Sum;
+    const uint32_t* queries = p.queries + int64_t(row) * p.words;
+    const uint32_t* keys[WIDTH];
+    for (int w = 0; w < WIDTH; w++) keys[w] = p.panels[(column + w * LANES) / PANEL] + (column + w * LANES) % PANEL;
+    Sum sum[ROWS][WIDTH] = {};
+    for (int k = 0; k < p.words; k++) {
+        Words right[WIDTH];
+        for (int w = 0; w < WIDTH; w++) right[w] = load_words(keys[w] + k * PANEL);
         for (int r = 0; r < ROWS; r++) {
-            Floats left = broadcast(a[r * p.a_stride + k]);
-            for (int w = 0; w < WIDTH; w++) sum[r][w] = fused(left, right[w], sum[r][w]);
+            Words left = broadcast_word(queries + r * p.words + k);
+            for (int w = 0; w < WIDTH; w++) sum[r][w] = Arithmetic<T>::score(left, right[w], sum[r][w]);
         }
     }
     for (int r = 0; r < ROWS; r++)
-        for (int w = 0; w < WIDTH; w++) store(c + r * p.c_stride + w * LANES, sum[r][w]);
+        for (int w = 0; w < WIDTH; w++) store_words(p.out + int64_t(row + r) * TILE + column + w * LANES, (Words)sum[r][w]);
 }
 
-template <int ROWS>
-static void row_of_products(const Product& p, int row, int column, int width) {
+// weights [rows][TILE / PACK] words, of which panels [first, end) count; added to out [rows], `out_stride` apart, [padded] each.
+// scales [rows]: what an integer sum is worth.
+struct ValueProduct {
+    const uint32_t* weights;
+    const uint32_t* const* panels;
+    int first, end, padded;
+    float* out;
+    int64_t out_stride;
+    const float* scales;
+};
+
+template <class T, int ROWS, int WIDTH>
+static void multiply(const ValueProduct& p, int row, int column) {
+    using Sum = typename Arithmetic<T>::Sum;
+    constexpr int WORDS = PANEL / PACK<T>, STRIDE = TILE / PACK<T>;
+    float* out = p.out + row * p.out_stride + column;
+    Sum sum[ROWS][WIDTH] = {};
+    if constexpr (!IS_INT8<T>)
+        for (int r = 0; r < ROWS; r++)
+            for (int w = 0; w < WIDTH; w++) sum[r][w] = load(out + r * p.out_stride + w * LANES);
+    for (int panel = p.first; panel < p.end; panel++) {
+        const uint32_t* weights = p.weights + int64_t(row) * STRIDE + panel * WORDS;
+        const uint32_t* values = p.panels[panel] + column;
+        for (int k = 0; k < WORDS; k++) {
+            Words right[WIDTH];
+            for (int w = 0; w < WIDTH; w++) right[w] = load_words(values + int64_t(k) * p.padded + w * LANES);
+            for (int r = 0; r < ROWS; r++) {
+                Words left = broadcast_word(weights + r * STRIDE + k);
+                for (int w = 0; w < WIDTH; w++) sum[r][w] = Arithmetic<T>::weigh(left, right[w], sum[r][w]);
+            }
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int w = 0; w < WIDTH; w++) {
+            float* to = out + r * p.out_stride + w * LANES;
+            if constexpr (IS_INT8<T>)
+                store(to, fused(to_floats(sum[r][w]), broadcast(p.scales[row + r]), load(to)));
+            else
+                store(to, sum[r][w]);
+        }
+}
+
+template <class T, int ROWS, class P>
+static void multiply_rows(const P& p, int row, int column, int width) {
     switch (width) {
-        case 1: return small_product<ROWS, 1>(p, row, column);
-        case 2: return small_product<ROWS, 2>(p, row, column);
-        case 3: return small_product<ROWS, 3>(p, row, column);
-        default: return small_product<ROWS, 4>(p, row, column);
+        case 1: return multiply<T, ROWS, 1>(p, row, column);
+        case 2: return multiply<T, ROWS, 2>(p, row, column);
+        case 3: return multiply<T, ROWS, 3>(p, row, column);
+        default: return multiply<T, ROWS, 4>(p, row, column);
     }
 }
 
 // Columns [first, end), whole vectors, of `rows` rows.
-static void product(const Product& p, int rows, int first, int end) {
+template <class T, class P>
+static void product(const P& p, int rows, int first, int end) {
     for (int column = first; column < end; column += MAX_WIDTH * LANES) {
         int left = (end - column) / LANES, width = left < MAX_WIDTH ? left : MAX_WIDTH;
         int row = 0;
-        for (; row + MAX_ROWS <= rows; row += MAX_ROWS) row_of_products<MAX_ROWS>(p, row, column, width);
+        for (; row + MAX_ROWS <= rows; row += MAX_ROWS) multiply_rows<T, MAX_ROWS>(p, row, column, width);
         switch (rows - row) {
-            case 1: row_of_products<1>(p, row, column, width); break;
+            case 1: multiply_rows<T, 1>(p, row, column, width); break;
 #ifdef __AVX512F__
-            case 2: row_of_products<2>(p, row, column, width); break;
-            case 3: row_of_products<3>(p, row, column, width); break;
-            case 4: row_of_products<4>(p, row, column, width); break;
-            case 5: row_of_products<5>(p, row, column, width); break;
+            case 2: multiply_rows<T, 2>(p, row, column, width); break;
+            case 3: multiply_rows<T, 3>(p, row, column, width); break;
+            case 4: multiply_rows<T, 4>(p, row, column, width); break;
+            case 5: multiply_rows<T, 5>(p, row, column, width); break;
 #endif
             default: break;
         }

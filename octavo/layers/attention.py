@@ -47,6 +47,5 @@ class Attention:
         query, key, value = heads.split([self._num_heads, self._num_kv_heads, self._num_kv_heads], 1)
         if self._norms:
             query, key = self._norms[0](query), self._norms[1](key)
-        query, key = self._ops.rotary(query, *rotation), self._ops.rotary(key, *rotation)
-        out = self._ops.paged_attention(query, key, value, kv, batch, self._scale, self._window)
+        out = self._ops.paged_attention(query, key, value, rotation, kv, batch, self._scale, self._window)
         return self._output(out.reshape(x.shape[0], -1))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from octavo.layers.weights import Weights
 from octavo.ops.interface import Ops
+
+OUTER_BITS = 8
+"""What quantization leaves the embedding and the head at least. The head's errors meet the logits with nothing after them to even
+them out: of all matrices it loses most by 4 bits, and it is read once a step."""
 
 
 class Linear:
@@ -16,11 +21,12 @@ class Linear:
 
     def __init__(self, ops: Ops, weights: Weights, names: list[str], in_features: int, sizes: list[int], bias: bool = False) -> None:
         self._ops = ops
-        self.weight = weights.stack([f"{name}.weight" for name in names], sum(sizes), in_features)
-        self.bias = weights.stack([f"{name}.bias" for name in names], sum(sizes)) if bias else None
+        self.matrix = weights.matrix([f"{name}.weight" for name in names], sum(sizes), in_features)
+        # Kernels add it before they round to the dtype of activations.
+        self.bias = weights.stack([f"{name}.bias" for name in names], sum(sizes), dtype=torch.float32) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._ops.linear(x, self.weight, self.bias)
+        return self._ops.linear(x, self.matrix, self.bias)
 
 
 class Embedding:
@@ -28,18 +34,19 @@ class Embedding:
 
     def __init__(self, ops: Ops, weights: Weights, name: str, vocab_size: int, hidden_size: int) -> None:
         self._ops = ops
-        self.weight = weights.take(f"{name}.weight", vocab_size, hidden_size)
+        self._dtype = weights.dtype
+        self.matrix = weights.matrix([f"{name}.weight"], vocab_size, hidden_size, OUTER_BITS)
 
     def __call__(self, ids: Tensor) -> Tensor:
-        return self._ops.embedding(ids, self.weight)
+        return self._ops.embedding(ids, self.matrix, self._dtype)
 
 
 class OutputHead:
-    """Hidden states to logits; `tied` shares the embedding's weight."""
+    """Hidden states to logits, in float32: rounded to bfloat16, likely tokens would tie. `tied` shares the embedding's matrix."""
 
     def __init__(self, ops: Ops, weights: Weights, name: str, vocab_size: int, hidden_size: int, tied: Embedding | None) -> None:
         self._ops = ops
-        self.weight = tied.weight if tied else weights.take(f"{name}.weight", vocab_size, hidden_size)
+        self.matrix = tied.matrix if tied else weights.matrix([f"{name}.weight"], vocab_size, hidden_size, OUTER_BITS)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._ops.linear(x, self.weight)
+        return self._ops.linear(x, self.matrix, dtype=torch.float32)

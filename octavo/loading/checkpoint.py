@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from octavo.quantization import Grouped
+
 
 class Checkpoint(ABC):
     """Weights and metadata of one model, opened and not yet read.
@@ -43,6 +45,14 @@ class Checkpoint(ABC):
 
         Raises CheckpointError where the name is missing or the shapes differ (both are named).
         """
+
+    @abstractmethod
+    def read_rows(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Write the rows of a tensor from `start` on into `out` [n, K], as many as it has."""
+
+    def grouped(self, name: str) -> Grouped | None:
+        """A quantized tensor [N, K] as integers; None where it is stored as floats, or its scales exceed float16."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

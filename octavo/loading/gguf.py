@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import torch
 
 from octavo.errors import CheckpointError
 from octavo.loading.checkpoint import Checkpoint
+from octavo.loading.gguf_blocks import PLAIN_DTYPES, RANGE_LENGTH, UNPACKED_LENGTH, dequantize, empty_groups, unpack
 from octavo.loading.gguf_header import Header, TensorInfo, read_header
+from octavo.quantization import Grouped
 from octavo.text.gguf_vocabulary import end_token_ids
 
 SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3")
-PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -56,16 +58,28 @@ class GGUFCheckpoint(Checkpoint):
         tensor = self._tensor(name)
         if tuple(out.shape) != tensor.shape:
             raise CheckpointError(f"{self.path}: {name!r} has shape {list(tensor.shape)}, and {list(out.shape)} was expected")
-        if self._bytes is None:
-            raise CheckpointError(f"{self.path} was closed, so {name!r} cannot be read")
-        order = self._row_order(name, tensor.shape[0])
-        columns = 1 if order is not None and len(tensor.shape) == 1 else tensor.shape[-1]
-        packed = self._bytes[tensor.offset : tensor.offset + tensor.nbytes].reshape(math.prod(tensor.shape) // columns, -1)
-        rows = out.view(len(packed), columns)
-        step = max(1, _RANGE_LENGTH // columns)
-        for start in range(0, len(packed), step):
-            wanted = slice(start, start + step) if order is None else order[start : start + step]
-            rows[start : start + step].copy_(dequantize(np.array(packed[wanted]), tensor.type.name))
+        self.read_rows(name, 0, out)
+
+    def read_rows(self, name: str, start: int, out: torch.Tensor) -> None:
+        stored = self._stored(name)
+        rows = out.view(-1, stored.columns)
+        step = max(1, RANGE_LENGTH // stored.columns)
+        for at in range(0, len(rows), step):
+            part = rows[at : at + step]
+            part.copy_(dequantize(stored.rows(start + at, start + at + len(part)), stored.kind))
+
+    def grouped(self, name: str) -> Grouped | None:
+        tensor = self._tensor(name)
+        if tensor.type.name in PLAIN_DTYPES or len(tensor.shape) != 2:
+            return None
+        stored = self._stored(name)
+        rows, columns = tensor.shape
+        out = empty_groups(rows, columns, stored.kind)
+        step = max(1, UNPACKED_LENGTH // columns)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            unpack(stored.rows(start, stop), stored.kind, out.rows(start, stop))
+        return out if out.finite() else None
 
     def close(self) -> None:
         self._bytes = None
@@ -74,6 +88,15 @@ class GGUFCheckpoint(Checkpoint):
         if name not in self._tensors:
             raise CheckpointError(f"{self.path} has no tensor {name!r}")
         return self._tensors[name]
+
+    def _stored(self, name: str) -> _Stored:
+        tensor = self._tensor(name)
+        if self._bytes is None:
+            raise CheckpointError(f"{self.path} was closed, so {name!r} cannot be read")
+        order = self._row_order(name, tensor.shape[0])
+        columns = 1 if order is not None and len(tensor.shape) == 1 else tensor.shape[-1]
+        packed = self._bytes[tensor.offset : tensor.offset + tensor.nbytes].reshape(math.prod(tensor.shape) // columns, -1)
+        return _Stored(packed.view(np.ndarray), tensor.type.name, columns, order)
 
     def _row_order(self, name: str, rows: int) -> np.ndarray | None:
         """Which stored row is each row of the result; None where they are stored in order.
@@ -87,6 +110,20 @@ class GGUFCheckpoint(Checkpoint):
         if rows % (2 * heads):
             raise CheckpointError(f"{self.path}: {name!r} has {rows} rows, which {heads} heads cannot share")
         return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in the file: rows of `columns` numbers, [rows, bytes], and which stored row is each of HF's (None: the same)."""
+
+    packed: np.ndarray
+    kind: str
+    columns: int
+    order: np.ndarray | None
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """A copy of rows in HF's order."""
+        return np.array(self.packed[slice(start, stop) if self.order is None else self.order[start:stop]])
 
 
 _OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -212,33 +249,3 @@ class _Configuration:
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(f"its metadata gives {key!r} as {str(value)[:40]}, which is no {kind.__name__}")
         return value
-
-
-_RANGE_LENGTH = 1 << 15
-"""Numbers dequantized at a time: the most that torch works on without waking its other threads, which for so little costs more than
-it saves, and on a busy machine a hundred times more."""
-
-
-def dequantize(packed: np.ndarray, kind: str) -> torch.Tensor:
-    """Rows of GGML blocks, [rows, bytes], to numbers, [rows, columns]: of their own dtype if plain, else float32.
-
-    Q4_0, Q4_1 and Q8_0 are written out here, where they take less than half the time that gguf's take, with the same result to the
-    last bit; every other type is gguf's.
-    """
-    if kind in PLAIN_DTYPES:
-        return torch.from_numpy(packed).view(PLAIN_DTYPES[kind])
-    if kind not in ("Q4_0", "Q4_1", "Q8_0"):
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize as gguf_dequantize
-
-        return torch.from_numpy(gguf_dequantize(packed, GGMLQuantizationType[kind]))
-    scale_bytes = 4 if kind == "Q4_1" else 2
-    blocks = torch.from_numpy(packed).view(-1, {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}[kind])
-    scales = blocks[:, :scale_bytes].contiguous().view(torch.float16).float()
-    codes = blocks[:, scale_bytes:]
-    if kind == "Q8_0":
-        return (codes.view(torch.int8) * scales).view(len(packed), -1)
-    values = torch.stack([codes & 15, codes >> 4], dim=1).view(-1, 32).float()
-    if kind == "Q4_0":
-        return values.sub_(8).mul_(scales).view(len(packed), -1)
-    return values.mul_(scales[:, :1]).add_(scales[:, 1:]).view(len(packed), -1)

@@ -52,18 +52,23 @@ class SafetensorsCheckpoint(Checkpoint):
             raise CheckpointError(f"{self.path}: {name} is stored as {stored}; allowed: {', '.join(DTYPES)}")
         return DTYPES[stored]
 
+    @torch.no_grad()
     def read(self, name: str, out: torch.Tensor) -> None:
-        shape, dtype = self.shape(name), self.dtype(name)
+        shape = self.shape(name)
         if shape != tuple(out.shape):
             raise CheckpointError(f"{self.path}: {name} has shape {list(shape)}, and the model's is {list(out.shape)}")
-        with torch.no_grad():
-            if not shape:
-                out.copy_(self._file_of[name].get_tensor(name))
-                return
-            source, row_bytes = self._slice(name), dtype.itemsize * math.prod(shape[1:])
-            rows = max(1, CHUNK_BYTES // max(1, row_bytes))
-            for start in range(0, shape[0], rows):
-                out[start : start + rows].copy_(source[start : start + rows])
+        if not shape:
+            out.copy_(self._file_of[name].get_tensor(name).to(self.dtype(name)))
+            return
+        self.read_rows(name, 0, out)
+
+    @torch.no_grad()
+    def read_rows(self, name: str, start: int, out: torch.Tensor) -> None:
+        source, row_bytes = self._slice(name), self.dtype(name).itemsize * math.prod(out.shape[1:])
+        rows = max(1, CHUNK_BYTES // max(1, row_bytes))
+        for at in range(0, len(out), rows):
+            part = out[at : at + rows]
+            part.copy_(source[start + at : start + at + len(part)])
 
     def close(self) -> None:
         self._files.close()

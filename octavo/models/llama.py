@@ -126,5 +126,5 @@ class Decoder:
         return x if residual is None else x + residual
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden_size] -> [N, vocab_size], in the model's dtype."""
+        """[N, hidden_size] -> [N, vocab_size], float32."""
         return self._head(self._norm(hidden))

@@ -15,11 +15,17 @@ from octavo import _native
 from octavo.errors import ConfigError
 from octavo.ops.interface import AttentionBatch, LayerKV
 from octavo.ops.reference import ReferenceOps
+from octavo.quantization import Grouped
 
 ISA_VARIABLE = "OCTAVO_CPU_ISA"
 
 # The native dtypes.
 _IS_BFLOAT16 = {torch.float32: False, torch.bfloat16: True}
+
+# What keys and values are kept as, by the kernels' numbers.
+_ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+
+MAX_HEAD_DIM = 256
 
 
 class CpuOps(ReferenceOps):
@@ -41,6 +47,30 @@ class CpuOps(ReferenceOps):
     @property
     def isa(self) -> str:
         return self._native.name
+
+    def matrix(self, weight: Tensor | Grouped) -> _native.Matrix:
+        if isinstance(weight, Grouped):
+            codes, scales = weight.codes.contiguous(), weight.scales.half().contiguous()
+            minimums = None if weight.minimums is None else weight.minimums.half().contiguous()
+            return _native.Matrix.grouped(weight.bits, codes.data_ptr(), scales.data_ptr(), _address(minimums), weight.zero, *codes.shape)
+        weight = weight if weight.dtype in _IS_BFLOAT16 else weight.float()
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        return _native.Matrix.dense(weight.data_ptr(), *weight.shape, weight.stride(0), _IS_BFLOAT16[weight.dtype])
+
+    def embedding(self, ids: Tensor, weight: _native.Matrix, dtype: torch.dtype) -> Tensor:
+        ids = ids.contiguous()
+        out = torch.empty(len(ids), weight.shape[1], dtype=dtype)
+        self._native.embedding(weight, ids.data_ptr(), len(ids), out.data_ptr(), _IS_BFLOAT16[dtype])
+        return out
+
+    def linear(self, x: Tensor, weight: _native.Matrix, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or x.dtype
+        x = _by_token(x)
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype)
+        self._native.linear(
+            weight, x.data_ptr(), x.stride(0), _IS_BFLOAT16[x.dtype], x.shape[0], _address(bias), out.data_ptr(), _IS_BFLOAT16[dtype]
+        )
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         is_bfloat16 = _IS_BFLOAT16.get(x.dtype)
@@ -70,18 +100,6 @@ class CpuOps(ReferenceOps):
         )
         return out, total
 
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        is_bfloat16 = _IS_BFLOAT16.get(x.dtype)
-        if is_bfloat16 is None:
-            return super().rotary(x, cos, sin)
-        x, cos, sin = _by_token(x), cos.contiguous(), sin.contiguous()
-        tokens, heads, dim = x.shape
-        out = torch.empty(x.shape, dtype=x.dtype)
-        self._native.rotary(
-            x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), is_bfloat16, tokens, heads, dim, cos.shape[1]
-        )
-        return out
-
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         is_bfloat16 = _IS_BFLOAT16.get(gate_up.dtype)
         if is_bfloat16 is None:
@@ -93,17 +111,25 @@ class CpuOps(ReferenceOps):
         return out
 
     def paged_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, kv: LayerKV, batch: AttentionBatch, scale: float, window: int | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        kv: LayerKV,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
-        region = kv.region
-        is_bfloat16, region_is_bfloat16 = _IS_BFLOAT16.get(query.dtype), _IS_BFLOAT16.get(region.dtype)
-        if is_bfloat16 is None or region_is_bfloat16 is None:
-            return super().paged_attention(query, key, value, kv, batch, scale, window)
+        is_bfloat16, shape = _IS_BFLOAT16.get(query.dtype), kv.shape
+        if is_bfloat16 is None or shape.dtype not in _ELEMENTS or shape.head_dim > MAX_HEAD_DIM or shape.head_dim % 4:
+            return super().paged_attention(query, key, value, rotation, kv, batch, scale, window)
         name = ("native", window, query.shape[1])
         plan = batch.prepared.get(name)
         if plan is None:
-            plan = batch.prepared[name] = _plan(batch, region, query.shape[1], window)
+            plan = batch.prepared[name] = _plan(batch, kv, query.shape[1], window)
         query, key, value = _by_token(query), _by_token(key.to(query.dtype)), _by_token(value.to(query.dtype))
+        cos, sin = rotation[0].contiguous(), rotation[1].contiguous()
         out = torch.empty(query.shape, dtype=query.dtype)
         self._native.paged_attention(
             plan,
@@ -113,14 +139,20 @@ class CpuOps(ReferenceOps):
             key.stride(0),
             value.data_ptr(),
             value.stride(0),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.shape[1],
             out.data_ptr(),
             is_bfloat16,
-            region.data_ptr(),
-            region_is_bfloat16,
+            kv.region.data_ptr(),
             kv.layer,
             scale,
         )
         return out
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def _by_token(x: Tensor) -> Tensor:
@@ -130,8 +162,8 @@ def _by_token(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
-def _plan(batch: AttentionBatch, region: Tensor, num_heads: int, window: int | None) -> _native.AttentionPlan:
-    num_blocks, num_layers, _, num_kv_heads, block_size, dim = region.shape
+def _plan(batch: AttentionBatch, kv: LayerKV, num_heads: int, window: int | None) -> _native.AttentionPlan:
+    shape = kv.shape
     tables = [np.asarray(table, dtype=np.int64) for table in batch.tables]
     return _native.AttentionPlan(
         np.array(batch.counts, dtype=np.int64),
@@ -140,10 +172,12 @@ def _plan(batch: AttentionBatch, region: Tensor, num_heads: int, window: int | N
         np.concatenate(tables),
         batch.slots.contiguous().numpy(),
         window=window or 0,
-        num_blocks=num_blocks,
-        num_layers=num_layers,
-        num_kv_heads=num_kv_heads,
-        block_size=block_size,
-        dim=dim,
-        group=num_heads // num_kv_heads,
+        num_blocks=len(kv.region),
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        block_size=shape.block_size,
+        dim=shape.head_dim,
+        group=num_heads // shape.num_kv_heads,
+        element=_ELEMENTS[shape.dtype],
+        head_bytes=shape.head_bytes,
     )

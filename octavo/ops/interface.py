@@ -12,26 +12,50 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from octavo.quantization import Grouped
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    """What one block of KV memory holds, and its size; how it lies in there is the backend's.
+
+    dtype: float32, bfloat16, float16, or int8, where each token's key and value of a head have a float32 scale.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def head_bytes(self) -> int:
+        """Keys, or values, of one head in one layer."""
+        scale = 4 if self.dtype == torch.int8 else 0
+        return self.block_size * (self.head_dim * self.dtype.itemsize + scale)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads * self.head_bytes
+
 
 @dataclass(frozen=True)
 class LayerKV:
     """One layer's keys and values inside the block-major region.
 
-    region: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], keys at index 0 and values at index 1 of axis 2.
+    region: uint8 [num_blocks, shape.num_bytes]; a block is [num_layers, keys then values, num_kv_heads, head_bytes].
     """
 
     region: Tensor
+    shape: BlockShape
     layer: int
 
-    @property
-    def keys(self) -> Tensor:
-        """[num_blocks, num_kv_heads, block_size, head_dim], a view."""
-        return self.region[:, self.layer, 0]
+
+class Matrix(Protocol):
+    """A weight as a backend holds it: [N, K], N its outputs."""
 
     @property
-    def values(self) -> Tensor:
-        """[num_blocks, num_kv_heads, block_size, head_dim], a view."""
-        return self.region[:, self.layer, 1]
+    def shape(self) -> tuple[int, int]: ...
 
 
 @dataclass
@@ -57,25 +81,37 @@ class Ops(Protocol):
 
     device: torch.device
 
-    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+    def matrix(self, weight: Tensor | Grouped) -> Matrix:
+        """Take a weight [N, K] over, in whatever layout suits its products; it need not be kept elsewhere."""
+
+    def embedding(self, ids: Tensor, weight: Matrix, dtype: torch.dtype) -> Tensor:
         """[T] ids and [V, H] weight -> [T, H]."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[T, K] and [N, K] weight -> [T, N], in the dtype of x."""
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """[T, K] and [N, K] weight -> [T, N], in `dtype`, or else in that of x.
+
+        With a grouped weight, x is first rounded to int8, each 32 values with a scale of their own (the largest is 127 of it).
+        """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Add the residual [T, H], then normalise over the last axis; returns (normalised, sum). x may be [T, heads, D]."""
-
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate the first 2 * cos.shape[-1] features of [T, heads, D]; cos and sin are float32 [T, rotary_dim / 2]."""
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 * I] holding gate then up -> [T, I]."""
 
     def paged_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, kv: LayerKV, batch: AttentionBatch, scale: float, window: int | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        kv: LayerKV,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
-        """Store key and value [T, num_kv_heads, D] in their slots, then attend with query [T, num_heads, D] -> same shape.
+        """Rotate query [T, num_heads, D] and key [T, num_kv_heads, D], store key and value, then attend -> [T, num_heads, D].
 
-        Token at position p sees positions max(0, p - window + 1) to p of its own row.
+        rotation: cos and sin, float32 [T, R / 2]; the first R features of a head are rotated. Token at position p sees
+        positions max(0, p - window + 1) to p of its own row. What lies in KV memory beyond those must be finite.
         """

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from octavo.ops.interface import AttentionBatch, LayerKV
+from octavo.ops.interface import AttentionBatch, BlockShape, LayerKV
+from octavo.quantization import GROUP, Grouped
 
 PRODUCT_ROWS = 32
 """Rows of one matrix product, where the library's result for a row depends on how many there are."""
@@ -44,21 +45,34 @@ class ReferenceOps:
         amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)()
         self._invariant = {torch.bfloat16} if device.type == "cpu" and not amx else set()
 
-    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        return F.embedding(ids, weight)
+    def matrix(self, weight: Tensor | Grouped) -> DenseMatrix:
+        if isinstance(weight, Grouped):
+            return DenseMatrix(weight.dense().to(self.device), grouped=True)
+        return DenseMatrix(weight.to(self.device), grouped=False)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def embedding(self, ids: Tensor, weight: DenseMatrix, dtype: torch.dtype) -> Tensor:
+        return F.embedding(ids, weight.values).to(dtype)
+
+    def linear(self, x: Tensor, weight: DenseMatrix, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        if weight.grouped:
+            out = self._product(rounded_to_int8(x), weight.values)
+        else:
+            out = self._product(x.to(weight.values.dtype), weight.values)
+        if bias is not None:
+            out = out.float() + bias
+        return out.to(dtype or x.dtype)
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         rows = x.shape[0]
         if x.dtype in self._invariant:
-            return F.linear(F.pad(x, (0, 0, 0, 1)) if rows == 1 else x, weight, bias)[:rows]
+            return F.linear(F.pad(x, (0, 0, 0, 1)) if rows == 1 else x, weight)[:rows]
         out = x.new_empty(-(-rows // PRODUCT_ROWS) * PRODUCT_ROWS, weight.shape[0])
         for start in range(0, rows, PRODUCT_ROWS):
             part = x[start : start + PRODUCT_ROWS]
             if part.shape[0] < PRODUCT_ROWS:
                 part = F.pad(part, (0, 0, 0, PRODUCT_ROWS - part.shape[0]))
             torch.mm(part, weight.t(), out=out[start : start + PRODUCT_ROWS])
-        out = out[:rows]
-        return out if bias is None else out.add_(bias)
+        return out[:rows]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         total = x if residual is None else x + residual
@@ -66,22 +80,24 @@ class ReferenceOps:
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return (wide * scale).to(x.dtype) * weight, total
 
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        half = cos.shape[-1]
-        cos, sin = cos[:, None], sin[:, None]
-        first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
-        return torch.cat(((first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype), rest), -1)
-
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
 
     def paged_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, kv: LayerKV, batch: AttentionBatch, scale: float, window: int | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        kv: LayerKV,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
-        blocks, offsets = batch.slots // batch.block_size, batch.slots % batch.block_size
-        kv.keys[blocks, :, offsets] = key.to(kv.region.dtype)
-        kv.values[blocks, :, offsets] = value.to(kv.region.dtype)
+        query, key = rotate(query, *rotation), rotate(key, *rotation)
+        for which, rows in enumerate((key, value)):
+            _store(kv, which, rows, batch)
         key_name = ("reference", window)
         if key_name not in batch.prepared:
             batch.prepared[key_name] = _plan(batch, window, -(-MIN_QUERY_ROWS * key.shape[1] // query.shape[1]), self.device)
@@ -89,6 +105,58 @@ class ReferenceOps:
         for group in batch.prepared[key_name]:
             out[group.tokens] = group.attend(query[group.tokens], kv, scale, self._scratch).to(out.dtype)
         return out
+
+
+@dataclass(frozen=True)
+class DenseMatrix:
+    """values: [N, K]. grouped: its products take activations rounded to int8, so `values` are those of the codes, in float32."""
+
+    values: Tensor
+    grouped: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.values.shape
+        return rows, columns
+
+
+def rounded_to_int8(x: Tensor) -> Tensor:
+    """[T, K] -> float32 values of int8 codes with a scale per GROUP; all NaN where a group holds something that is not finite."""
+    columns = x.shape[-1]
+    groups = F.pad(x.float(), (0, -columns % GROUP)).unflatten(-1, (-1, GROUP))
+    scales = groups.abs().amax(-1, keepdim=True) / 127
+    codes = (groups * torch.where(scales > 0, 1 / scales, 0)).round()
+    return (codes * scales).flatten(-2)[..., :columns]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first 2 * cos.shape[-1] features of [T, heads, D]; cos and sin are float32 [T, R / 2]."""
+    half = cos.shape[-1]
+    cos, sin = cos[:, None], sin[:, None]
+    first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
+    return torch.cat(((first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype), rest), -1)
+
+
+def _views(memory: Tensor, shape: BlockShape) -> tuple[Tensor, Tensor | None]:
+    """Bytes [..., num_kv_heads, head_bytes] as elements [..., num_kv_heads, block_size, D], and int8's scales [..., block_size]."""
+    size = shape.block_size * shape.head_dim * shape.dtype.itemsize
+    elements = memory[..., :size].view(shape.dtype).unflatten(-1, (shape.block_size, shape.head_dim))
+    return elements, memory[..., size:].view(torch.float32) if shape.dtype == torch.int8 else None
+
+
+def _store(kv: LayerKV, which: int, rows: Tensor, batch: AttentionBatch) -> None:
+    """Put [T, num_kv_heads, D] into the batch's slots, as keys (0) or values (1)."""
+    shape = kv.shape
+    memory = kv.region.view(-1, shape.num_layers, 2, shape.num_kv_heads, shape.head_bytes)[:, kv.layer, which]
+    elements, scales = _views(memory, shape)
+    blocks, offsets = batch.slots // batch.block_size, batch.slots % batch.block_size
+    if scales is not None:
+        wide = rows.float()
+        scale = wide.abs().amax(-1) / 127
+        scales[blocks, :, offsets] = scale
+        # What is not finite is kept in the scale: integers cannot hold it.
+        rows = (wide / scale.where(scale > 0, 1)[..., None]).round().nan_to_num(0, 0, 0)
+    elements[blocks, :, offsets] = rows.to(shape.dtype)
 
 
 class _Scratch:
@@ -133,7 +201,7 @@ class _Group:
 
     def attend(self, query: Tensor, kv: LayerKV, scale: float, scratch: _Scratch) -> Tensor:
         """[R * count, num_heads, D] -> the same shape in float32."""
-        kv_heads, dim = kv.region.shape[3], kv.region.shape[5]
+        kv_heads, dim = kv.shape.num_kv_heads, kv.shape.head_dim
         heads = query.shape[1]
         num_rows, tiles, share = self.runs[0], len(self.rows), heads // kv_heads
         width = self.padded * share
@@ -174,18 +242,22 @@ class _Group:
 
     def _tiles(self, kv: LayerKV, which: int, scratch: _Scratch) -> Tensor:
         """Gather keys (0) or values (1) as float32 [tiles, num_kv_heads, TILE, D]."""
-        _, num_layers, _, kv_heads, block_size, dim = kv.region.shape
-        flat = kv.region.view(-1, kv_heads * block_size * dim)
-        rows = (self.blocks * (2 * num_layers) + (2 * kv.layer + which)).flatten()
+        shape = kv.shape
+        kv_heads, block_size, dim = shape.num_kv_heads, shape.block_size, shape.head_dim
+        flat = kv.region.view(-1, kv_heads * shape.head_bytes)
+        rows = (self.blocks * (2 * shape.num_layers) + (2 * kv.layer + which)).flatten()
         found = scratch.take("found", flat.dtype, len(rows), flat.shape[1])
         torch.index_select(flat, 0, rows, out=found)
+        elements, scales = _views(found.view(len(rows), kv_heads, -1), shape)
+        if scales is not None:
+            elements = elements * scales[..., None]
         tiles = len(self.blocks)
         out = scratch.take("tiles", torch.float32, tiles, kv_heads, TILE, dim)
         if self.part is None:
-            blocks = found.view(tiles, -1, kv_heads, block_size, dim)
+            blocks = elements.view(tiles, -1, kv_heads, block_size, dim)
             out.view(tiles, kv_heads, -1, block_size, dim).copy_(blocks.transpose(1, 2))
         else:
-            blocks = found.view(tiles, kv_heads, block_size // TILE, TILE, dim)
+            blocks = elements.view(tiles, kv_heads, block_size // TILE, TILE, dim)
             out.copy_(blocks[torch.arange(tiles, device=found.device), :, self.part])
         return out
 

@@ -2,7 +2,7 @@
 
 region  [block 0 | block 1 | ...  ]
 block   [layer 0 | layer 1 | ...  ]
-layer   [keys | values], each [num_kv_heads, block_size, head_dim]
+layer   [keys | values], each a stretch for every head; what lies where in it is the backend's
 
 On the CPU the region is address space for the ceiling, and its first `committed` blocks alone have memory; elsewhere all have.
 The host tier is a second region of the same shape.
@@ -11,12 +11,11 @@ The host tier is a second region of the same shape.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 
 import torch
 
 from octavo.errors import EngineError
-from octavo.ops.interface import LayerKV
+from octavo.ops.interface import BlockShape, LayerKV
 from octavo.plan import BlockCopy, Tier
 from octavo.worker import memory
 from octavo.worker.pages import Pages
@@ -28,25 +27,6 @@ MIN_RESERVE = 64 << 20
 """Memory that growth leaves to others, or 2% of what is available at start where that is more."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockShape:
-    """What one block holds."""
-
-    num_layers: int
-    num_kv_heads: int
-    block_size: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim
-
-    @property
-    def num_bytes(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
-
-
 class KVStore:
     """`num_blocks` at most, the first `prealloc_blocks` of them committed here and now, and a host tier of `swap_blocks`.
 
@@ -55,26 +35,27 @@ class KVStore:
 
     def __init__(self, shape: BlockShape, num_blocks: int, prealloc_blocks: int, device: torch.device, swap_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
+        self.shape = shape
         self.block_bytes = shape.num_bytes
         self.committed = 0
         self.growth_refused: str | None = None
         self._reserve = max(MIN_RESERVE, memory.available_memory() // 50)
         self._target = 0
         self._grower: threading.Thread | None = None
-        sizes = (num_blocks, *shape.sizes)
+        sizes = (num_blocks, shape.num_bytes)
         self._pages = Pages(num_blocks * self.block_bytes) if device.type == "cpu" else None
         if self._pages:
-            self.region = self._pages.tensor(sizes, shape.dtype)
+            self.region = self._pages.tensor(sizes, torch.uint8)
         else:
-            self.region = torch.empty(sizes, dtype=shape.dtype, device=device)
+            self.region = torch.empty(sizes, dtype=torch.uint8, device=device)
             self.committed = num_blocks
-        self.layers = [LayerKV(self.region, layer) for layer in range(shape.num_layers)]
+        self.layers = [LayerKV(self.region, shape, layer) for layer in range(shape.num_layers)]
 
-        sizes = (swap_blocks, *shape.sizes)
+        sizes = (swap_blocks, shape.num_bytes)
         if self._pages and swap_blocks:
-            host = Pages(swap_blocks * self.block_bytes).tensor(sizes, shape.dtype)
+            host = Pages(swap_blocks * self.block_bytes).tensor(sizes, torch.uint8)
         else:
-            host = torch.empty(sizes, dtype=shape.dtype, pin_memory=device.type == "cuda" and swap_blocks > 0)
+            host = torch.empty(sizes, dtype=torch.uint8, pin_memory=device.type == "cuda" and swap_blocks > 0)
         self._tiers = {Tier.DEVICE: self.region, Tier.HOST: host}
         self.grow(min(prealloc_blocks, num_blocks))
         self.wait()
@@ -127,11 +108,6 @@ class KVStore:
         limit = self.committed if tier is Tier.DEVICE else len(self._tiers[tier])
         if not 0 <= block_id < limit:
             raise EngineError(f"a plan names {tier.name.lower()} block {block_id} of {limit}")
-
-    def scrub(self, block_ids: list[int], offset: int = 0) -> None:
-        """Zero blocks, the first from `offset` on, that hold what must not be seen again, not even as a masked value."""
-        self.region[block_ids[:1], ..., offset:, :] = 0
-        self.region[block_ids[1:]] = 0
 
     def close(self) -> None:
         """Give the pool's memory back, whoever still holds a view of it, and let go of the rest."""

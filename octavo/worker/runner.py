@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -14,13 +15,14 @@ from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, ConfigError, EngineError
 from octavo.layers.weights import Weights
 from octavo.loading.checkpoint import Checkpoint
+from octavo.ops.interface import AttentionBatch, BlockShape
 from octavo.plan import Capacity, Logprob, Row, RowResult, StepPlan, StepResult, Tier
 from octavo.worker import batch, logprobs, sampler
 from octavo.worker.batch import Slot
-from octavo.worker.kv_store import BlockShape, KVStore
+from octavo.worker.kv_store import KVStore
 from octavo.worker.memory import available_memory, available_processors
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 SCORED_AT_ONCE = 32
 """Positions whose logits are held at one time while a prompt is scored."""
@@ -33,8 +35,7 @@ class Runner:
         self.device = _device(config.model.device)
         torch.set_num_threads(_threads(config.model.threads))
         model_config, decoder = models.find(checkpoint.config)
-        dtype = _dtype(config.model.dtype, checkpoint)
-        kv_dtype = dtype if config.memory.kv_cache_dtype == "auto" else DTYPES[config.memory.kv_cache_dtype]
+        dtype, kv_dtype = _dtypes(config, checkpoint)
         block_size = self._block_size = config.memory.block_size
 
         context = model_config.rotary.context
@@ -47,9 +48,10 @@ class Runner:
         reach = min(limits.values())
 
         self._slots: dict[int, Slot] = {}
+        self._ops = ops.backend(self.device)
         with torch.inference_mode():
-            weights = Weights(checkpoint, dtype, self.device, on_tensor)
-            self.model = decoder(ops.backend(self.device), weights, model_config, reach)
+            weights = Weights(checkpoint, dtype, self._ops, config.model.quantization, on_tensor)
+            self.model = decoder(self._ops, weights, model_config, reach)
             _check_untaken(weights)
             shape = BlockShape(
                 num_layers=model_config.num_layers,
@@ -180,9 +182,16 @@ class Runner:
         return scores
 
     def _failed(self, row: Row) -> RowResult:
-        """What the row wrote must not meet another sequence; the rest of its table may be shared, and stays."""
-        written = self._slots[row.slot].table[row.start // self._block_size : -(-(row.start + row.count) // self._block_size)]
-        self._kv.scrub(written.tolist(), row.start % self._block_size)
+        """Zeros take the place of what the row wrote, which must not meet another sequence, not even as a value of weight zero."""
+        shape, places = self._kv.shape, np.arange(row.start, row.start + row.count)
+        table = self._slots[row.slot].table
+        slots = torch.from_numpy(table[places // self._block_size] * self._block_size + places % self._block_size).to(self.device)
+        # Nothing else in these blocks may change: a plan in flight may copy them for another answer to the same prompt.
+        alone = AttentionBatch([1] * row.count, places.tolist(), [table] * row.count, slots, self._block_size, {})
+        zeros = torch.zeros(row.count, shape.num_kv_heads, shape.head_dim, device=self.device)
+        angles = torch.zeros(row.count, 0, device=self.device)
+        for layer in self._kv.layers:
+            self._ops.paged_attention(zeros, zeros, zeros, (angles, angles), layer, alone, 1.0, 1)
         return RowResult(slot=row.slot, error="the model gave no finite logits for this request")
 
 
@@ -201,12 +210,30 @@ def _device(name: str) -> torch.device:
     return torch.device("cpu" if name == "auto" else name)
 
 
-def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
-    """auto is bfloat16, save for a checkpoint stored in float32 throughout."""
-    if name != "auto":
-        return DTYPES[name]
-    stored = {checkpoint.dtype(tensor) for tensor in checkpoint.names() if tensor.endswith("weight")}
-    return torch.float32 if stored == {torch.float32} else torch.bfloat16
+def _dtypes(config: EngineConfig, checkpoint: Checkpoint) -> tuple[torch.dtype, torch.dtype]:
+    """Of activations, and of the KV cache.
+
+    Activations are bfloat16 where nothing else is asked, save for a checkpoint stored in float32 throughout, and for quantized
+    weights: products of integers come out as float32, and rounding them to bfloat16 would cost time and accuracy for nothing.
+    The cache is as precise as activations; where weights are quantized, bfloat16 is more precise than they are.
+    """
+    quantized = _runs_quantized(config.model.quantization, checkpoint)
+    if config.model.dtype != "auto":
+        dtype = DTYPES[config.model.dtype]
+    else:
+        stored = {checkpoint.dtype(tensor) for tensor in checkpoint.names() if tensor.endswith("weight")}
+        dtype = torch.float32 if quantized or stored == {torch.float32} else torch.bfloat16
+    if config.memory.kv_cache_dtype != "auto":
+        return dtype, DTYPES[config.memory.kv_cache_dtype]
+    return dtype, torch.bfloat16 if quantized else dtype
+
+
+def _runs_quantized(quantization: str, checkpoint: Checkpoint) -> bool:
+    """Whether most of the weights are integers in memory."""
+    if quantization != "auto":
+        return quantization != "none"
+    sizes = {name: math.prod(checkpoint.shape(name)) for name in checkpoint.names()}
+    return 2 * sum(size for name, size in sizes.items() if checkpoint.dtype(name) is None) > sum(sizes.values())
 
 
 def _pool_blocks(config: EngineConfig, block_bytes: int, blocks_per_context: int, device: torch.device) -> tuple[int, str]:

@@ -4,22 +4,32 @@ import inspect
 
 import pytest
 
-from octavo.bench import memory
+from octavo.bench import memory, throughput
+from octavo.config import EngineConfig
 
-SIGNATURE = inspect.signature(memory.run)
+SIGNATURES = {module: inspect.signature(module.run) for module in (memory, throughput)}
+
+
+def noted(monkeypatch, module):
+    """What a benchmark is called with, instead of running."""
+    calls = []
+    monkeypatch.setattr(module, "run", lambda *values, **named: calls.append(SIGNATURES[module].bind(*values, **named).arguments))
+    return calls
+
+
+def defaults(module):
+    """What it is called with where nothing is said."""
+    return {name: parameter.default for name, parameter in SIGNATURES[module].parameters.items()}
 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the benchmark was called with."""
-    calls = []
-    monkeypatch.setattr(memory, "run", lambda **values: calls.append(SIGNATURE.bind(**values).arguments))
-    return calls
+    return noted(monkeypatch, memory)
 
 
 def test_defaults_are_the_benchmarks(octavo, asked):
     assert octavo("bench", "memory").exit_code == 0
-    assert asked == [{name: parameter.default for name, parameter in SIGNATURE.parameters.items()}]
+    assert asked == [defaults(memory)]
 
 
 def test_every_value_arrives(octavo, asked):
@@ -67,7 +77,52 @@ def test_a_block_holds_a_token_at_least(octavo):
     assert "--block-size" in result.stderr
 
 
+def test_throughput_takes_engine_settings_and_its_own(octavo, monkeypatch):
+    calls = noted(monkeypatch, throughput)
+    assert octavo("bench", "throughput").exit_code == 0
+    assert calls.pop() == defaults(throughput) | {"model": "smollm2-135m", "config": EngineConfig()}
+    words = (
+        "a-model --dataset vidur --data here --requests 9 --scale 2.5 --repeats 7 --no-warm-up --batching both --memory reserve "
+        "--contexts 2 --contexts 8 --sweep --json figures.json --out picture.png --max-batch-size 64 --block-size 4 --dtype float32"
+    )
+    result = octavo("bench", "throughput", *words.split())
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert calls == [
+        {
+            "model": "a-model",
+            "config": EngineConfig.create(max_batch_size=64, block_size=4, dtype="float32"),
+            "dataset": "vidur",
+            "data": "here",
+            "requests": 9,
+            "scale": 2.5,
+            "repeats": 7,
+            "warm_up": False,
+            "batching": "both",
+            "memory": "reserve",
+            "contexts": [2, 8],
+            "sweep": True,
+            "json": "figures.json",
+            "out": "picture.png",
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--batching", "none"), "batching: 'none'; allowed: static, continuous, both"),
+        (("--dataset", "nonsense"), "dataset: 'nonsense'; allowed: shared, azure-conv, "),
+        (("--block-size", "3"), "--block-size: 3; allowed: a power of two"),
+    ],
+)
+def test_throughput_refuses_in_one_line(octavo, words, sentence):
+    result = octavo("bench", "throughput", *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"octavo: error: {sentence}")
+    assert result.stderr.count("\n") == 1
+
+
 def test_help_names_the_commands(octavo):
-    assert "memory" in octavo("bench", "--help").stdout
+    assert all(f" {name} " in octavo("bench", "--help").stdout for name in ("memory", "throughput"))
     lines = octavo("--help").stdout
     assert all(f" {name} " in lines for name in ("pull", "list", "rm", "generate", "chat", "advise", "config", "bench"))

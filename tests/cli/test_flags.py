@@ -60,7 +60,7 @@ def test_flags_win_over_the_file(octavo, tmp_path):
     [
         (("--block-size", "large"), "--block-size: 'large'; allowed: a power of two"),
         (("--device", "tpu"), "--device: 'tpu'; allowed: auto or cpu or cuda"),
-        (("--kv-cache-dtype", "int8"), "--kv-cache-dtype: 'int8' is not available"),
+        (("--quantization", "int3"), "--quantization: 'int3'; allowed: auto or none or int8 or int4"),
         (("--swap-space", "much"), "--swap-space: 'much'; allowed: bytes up to 2^60, or a size"),
         (("--policy", "lifo"), "--policy: 'lifo'; allowed: fcfs or priority"),
         (("--max-blocks", "5", "--kv-cache-memory", "1GB"), "both set the pool's ceiling"),

@@ -183,6 +183,34 @@ def test_query_and_key_rows_return_to_hf_order(write: Write, architecture: str, 
         np.testing.assert_array_equal(read(path, hf_name(name)).numpy(), expected.reshape(plain[name].shape), err_msg=name)
 
 
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_groups_are_the_rows_that_are_read(write: Write, architecture: str, kind: Kind) -> None:
+    checkpoint = GGUFCheckpoint(write(weights(kind, output__weight=(5000, HIDDEN)), architecture))
+    for name in checkpoint.names():
+        grouped = checkpoint.grouped(name)
+        assert (grouped is None) == (checkpoint.dtype(name) is not None)
+        if grouped is not None:
+            assert grouped.shape == checkpoint.shape(name)
+            assert torch.equal(grouped.dense(), read(checkpoint.path, name)), name
+
+
+def test_some_rows_of_a_tensor(write: Write) -> None:
+    checkpoint = GGUFCheckpoint(write(weights(Kind.Q4_1)))
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate_proj.weight"):
+        out = torch.empty(9, HIDDEN)
+        checkpoint.read_rows(name, 5, out)
+        assert torch.equal(out, read(checkpoint.path, name)[5:14])
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_groups_that_are_not_finite_are_no_groups(write: Write, value: float) -> None:
+    packed = gguf.quants.quantize(numbers("damaged", (VOCAB, HIDDEN)), Kind.Q8_0)
+    packed[3, :2] = np.array([value], np.float16).view(np.uint8)
+    checkpoint = GGUFCheckpoint(write(weights() | {"output.weight": (packed, Kind.Q8_0)}))
+    assert checkpoint.grouped("lm_head.weight") is None
+
+
 def test_names(write: Write) -> None:
     extra: dict[str, tuple[int, ...]] = {
         "rope_freqs__weight": (8,),
@@ -319,6 +347,8 @@ def test_reading_what_is_not_there(write: Write) -> None:
     checkpoint.close()
     with pytest.raises(CheckpointError, match="was closed"):
         checkpoint.read("model.norm.weight", torch.empty(64))
+    with pytest.raises(CheckpointError, match=r"no tensor 'lm_head.weight'"):
+        checkpoint.grouped("lm_head.weight")
 
 
 @pytest.mark.parametrize(
@@ -406,6 +436,21 @@ def test_reading_takes_little_memory_beside_the_result(write: Write) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2 << 20
+
+
+def test_the_groups_of_smollm2(smollm2_gguf: Path) -> None:
+    checkpoint = GGUFCheckpoint(smollm2_gguf)
+    start = time.perf_counter()
+    grouped = {name: part.bits for name in checkpoint.names() if (part := checkpoint.grouped(name))}
+    print(f"unpacked in {time.perf_counter() - start:.3f} s")
+    assert len(grouped) == 211
+    assert {name for name, bits in grouped.items() if bits == 8} == {"model.embed_tokens.weight"}
+    name = "model.layers.7.self_attn.k_proj.weight"
+    expected = torch.empty(checkpoint.shape(name))
+    checkpoint.read(name, expected)
+    part = checkpoint.grouped(name)
+    assert part is not None
+    assert torch.equal(part.dense(), expected)
 
 
 def test_smollm2(smollm2_gguf: Path) -> None:

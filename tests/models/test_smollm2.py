@@ -1,4 +1,4 @@
-"""The default model in float32, from its GGUF and from an HF folder, against transformers on real prompts."""
+"""The default model's very numbers in float32, from its GGUF and from an HF folder, against transformers on real prompts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ from octavo.outputs import RequestOutput
 from tests.oracle import logits, make_runner, prompts, reference_logits
 
 NEW_TOKENS = 64
+
+EXACT = {"dtype": "float32", "quantization": "none"}
+
+MODES: dict[str, dict[str, Any]] = {
+    "float32": EXACT,
+    "bfloat16": {"dtype": "bfloat16", "quantization": "none"},
+    "default": {},
+}
+"""How the model may run: what holds for its output holds in each."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +48,7 @@ def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(smollm2_gguf: Path) -> Iterator[LLM]:
-    with LLM(smollm2_gguf, dtype="float32", max_batch_size=32, max_model_len=2048, prealloc_blocks=0, check_invariants=True) as llm:
+    with LLM(smollm2_gguf, **EXACT, max_batch_size=32, max_model_len=2048, prealloc_blocks=0, check_invariants=True) as llm:
         yield llm
 
 
@@ -66,7 +75,7 @@ def answers(outputs: list[RequestOutput]) -> list[list[int]]:
 def test_logits_equal_transformers(form: str, smollm2_gguf: Path, folder: Path, model: Any, llm: LLM, data: Path) -> None:
     text = (data / "shakespeare" / "tinyshakespeare_600k.txt").read_text()[:8000]
     tokens = llm.tokenizer.encode(text)
-    runner = make_runner(smollm2_gguf if form == "gguf" else folder)
+    runner = make_runner(smollm2_gguf if form == "gguf" else folder, **EXACT)
     for at, count in ((0, 20), (20, 200), (220, 1000)):
         prompt = tokens[at : at + count]
         assert len(prompt) == count
@@ -116,12 +125,12 @@ def test_block_size_chunk_size_and_batch_size_change_nothing(
     settings: dict[str, Any], smollm2_gguf: Path, beginnings: tuple[list[list[int]], list[list[int]]]
 ) -> None:
     cut, expected = beginnings
-    with LLM(smollm2_gguf, dtype="float32", max_model_len=1024, prealloc_blocks=0, check_invariants=True, **settings) as other:
+    with LLM(smollm2_gguf, **EXACT, max_model_len=1024, prealloc_blocks=0, check_invariants=True, **settings) as other:
         assert answers(other.generate(cut, greedy(12))) == expected
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_long_prompts_in_any_chunks_and_batches_up_to_32(dtype: str, smollm2_gguf: Path, token_ids: list[list[int]]) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_long_prompts_in_any_chunks_and_batches_up_to_32(mode: str, smollm2_gguf: Path, token_ids: list[list[int]]) -> None:
     running = [token_id for prompt in token_ids for token_id in prompt]
     work = [running[:520], running[200:500], *(running[start : start + 9] for start in range(30))]
     found = []
@@ -130,30 +139,31 @@ def test_long_prompts_in_any_chunks_and_batches_up_to_32(dtype: str, smollm2_ggu
         {"max_batch_size": 32, "prefill_chunk_size": None},
         {"max_batch_size": 11, "prefill_chunk_size": 97, "block_size": 4},
     ):
-        with LLM(smollm2_gguf, dtype=dtype, max_model_len=1024, prealloc_blocks=0, check_invariants=True, **settings) as llm:
+        with LLM(smollm2_gguf, **MODES[mode], max_model_len=1024, prealloc_blocks=0, check_invariants=True, **settings) as llm:
             found.append(answers(llm.generate(work, greedy(6))))
     assert found[1:] == found[:1] * 2
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_preemption_dozens_of_times_changes_nothing(dtype: str, smollm2_gguf: Path, token_ids: list[list[int]]) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_preemption_dozens_of_times_changes_nothing(mode: str, smollm2_gguf: Path, token_ids: list[list[int]]) -> None:
     work = [prompt[:4] for prompt in token_ids]
     params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(len(work))]
     found = {}
     for name, settings in {"roomy": {}, "tight": {"block_size": 1, "max_blocks": 60, "prefill_chunk_size": 64}}.items():
-        with LLM(smollm2_gguf, dtype=dtype, max_model_len=64, prealloc_blocks=0, check_invariants=True, **settings) as llm:
+        with LLM(smollm2_gguf, **MODES[mode], max_model_len=64, prealloc_blocks=0, check_invariants=True, **settings) as llm:
             found[name] = answers(llm.generate(work, params))
             preemptions = llm.stats().preemptions
             assert llm.stats().blocks.used == 0
-    print(f"{dtype}: {preemptions} preemptions")
+    print(f"{mode}: {preemptions} preemptions")
     assert found["tight"] == found["roomy"]
     assert preemptions >= 24
 
 
-def test_in_bfloat16_a_row_never_depends_on_its_neighbours(smollm2_gguf: Path, token_ids: list[list[int]]) -> None:
+@pytest.mark.parametrize(("mode", "dtype"), [("bfloat16", "bfloat16"), ("default", "float32")])
+def test_a_row_never_depends_on_its_neighbours(mode: str, dtype: str, smollm2_gguf: Path, token_ids: list[list[int]]) -> None:
     params = [SamplingParams(temperature=0.9 * (i % 2), seed=7, max_tokens=24, ignore_eos=True) for i in range(len(token_ids))]
-    with LLM(smollm2_gguf, max_model_len=1024, prealloc_blocks=0, check_invariants=True) as llm:
-        assert llm.capacity.dtype == "bfloat16"
+    with LLM(smollm2_gguf, **MODES[mode], max_model_len=1024, prealloc_blocks=0, check_invariants=True) as llm:
+        assert llm.capacity.dtype == dtype
         together = answers(llm.generate(token_ids, params))
         for place in range(0, 16, 3):
             assert answers(llm.generate([token_ids[place]], params[place])) == [together[place]]

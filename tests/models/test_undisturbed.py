@@ -14,6 +14,12 @@ from tests.oracle import prompts
 Answers = list[list[list[int]]]
 """Token ids by request and choice."""
 
+MODES: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32", "quantization": "none"},
+    "bfloat16": {"dtype": "bfloat16", "quantization": "none"},
+    "default": {},
+}
+
 
 @pytest.fixture(scope="module")
 def work(smollm2_gguf: Path, data: Path) -> list[list[int]]:
@@ -47,9 +53,9 @@ def run(llm: LLM, work: list[list[int]], between: Callable[[LLM, int], None] = l
 @pytest.fixture(scope="module")
 def undisturbed(smollm2_gguf: Path, work: list[list[int]]) -> dict[str, Answers]:
     found = {}
-    for dtype in ("float32", "bfloat16"):
-        with LLM(smollm2_gguf, dtype=dtype, max_model_len=128, prefix_caching=False) as llm:
-            found[dtype] = run(llm, work)
+    for mode, settings in MODES.items():
+        with LLM(smollm2_gguf, **settings, max_model_len=128, prefix_caching=False) as llm:
+            found[mode] = run(llm, work)
             stats = llm.stats()
             assert (stats.preemptions, stats.cached_tokens, stats.evicted_blocks) == (0, 0, 0)
     return found
@@ -79,18 +85,18 @@ DISTURBANCES: dict[str, tuple[dict[str, Any], Callable[[LLM, int], None], Callab
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("disturbance", DISTURBANCES)
 def test_no_disturbance_shows(
-    disturbance: str, dtype: str, smollm2_gguf: Path, work: list[list[int]], undisturbed: dict[str, Answers]
+    disturbance: str, mode: str, smollm2_gguf: Path, work: list[list[int]], undisturbed: dict[str, Answers]
 ) -> None:
     settings, between, count = DISTURBANCES[disturbance]
-    with LLM(smollm2_gguf, dtype=dtype, max_model_len=128, check_invariants=True, **settings) as llm:
-        assert run(llm, work, between) == undisturbed[dtype]
-        print(f"{dtype}, {disturbance}: {count(llm)} times; {llm.stats().blocks}")
+    with LLM(smollm2_gguf, **MODES[mode], max_model_len=128, check_invariants=True, **settings) as llm:
+        assert run(llm, work, between) == undisturbed[mode]
+        print(f"{mode}, {disturbance}: {count(llm)} times; {llm.stats().blocks}")
         assert count(llm) > 0
         if disturbance == "sharing":  # once more, with every prompt in the cache
-            assert run(llm, work, between) == undisturbed[dtype]
+            assert run(llm, work, between) == undisturbed[mode]
 
 
 def test_a_long_sequence_moves_while_it_decodes_and_memory_is_given_back(smollm2_gguf: Path) -> None:

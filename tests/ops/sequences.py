@@ -8,10 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.interface import AttentionBatch, LayerKV, Ops
+from octavo.ops.interface import AttentionBatch, BlockShape, LayerKV, Ops
 
 HOLE = -1
 LAYERS, LAYER = 2, 1
+LONGEST = 2048
+HUGE = 0x7F
+"""A byte that makes a large finite number of every dtype: what memory that no token sees may hold."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,12 @@ class Shape:
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype = torch.float32
     window: int | None = None
+    half: int = 8
+    """Pairs of features that are rotated."""
+
+    def rotation(self) -> tuple[Tensor, Tensor]:
+        angles = torch.arange(LONGEST)[:, None] / 100.0 ** (torch.arange(self.half) / max(1, self.half))
+        return angles.cos(), angles.sin()
 
     @property
     def scale(self) -> float:
@@ -39,23 +48,43 @@ class Sequence:
         self.qkv = qkv.to(shape.dtype)
         self.heads = heads
 
-    def expected(self, shape: Shape, positions: range) -> Tensor:
-        """[positions, num_heads, dim] in float64."""
+    def expected(self, shape: Shape, positions: range) -> tuple[Tensor, Tensor]:
+        """[positions, num_heads, dim] in float64, and the same with every value's magnitude in its place."""
         query, key, value = self.qkv.split(self.heads, 1)
+        query, key = (self._rotated(x, shape) for x in (query, key))
         group = shape.num_heads // shape.num_kv_heads
-        key, value = (x.to(shape.kv_dtype).double().repeat_interleave(group, 1) for x in (key, value))
-        out = []
+        key, value = (_kept(x, shape.kv_dtype).repeat_interleave(group, 1) for x in (key, value))
+        out, sizes = [], []
         for position in positions:
             first = 0 if shape.window is None else max(0, position - shape.window + 1)
             scores = torch.einsum("hd,thd->ht", query[position].double(), key[first : position + 1]) * shape.scale
-            out.append(torch.einsum("ht,thd->hd", scores.softmax(-1), value[first : position + 1]))
-        return torch.stack(out)
+            weights, seen = scores.softmax(-1), value[first : position + 1]
+            out.append(torch.einsum("ht,thd->hd", weights, seen))
+            sizes.append(torch.einsum("ht,thd->hd", weights, seen.abs()))
+        return torch.stack(out), torch.stack(sizes)
+
+    def _rotated(self, x: Tensor, shape: Shape) -> Tensor:
+        half, length = shape.half, len(x)
+        cos, sin = (angle[:length, None] for angle in shape.rotation())
+        wide = x.float()
+        first, second = wide[..., :half], wide[..., half : 2 * half]
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin, wide[..., 2 * half :]), -1)
+        return turned.to(x.dtype)
+
+
+def _kept(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float64 values as KV memory holds them."""
+    if dtype != torch.int8:
+        return x.to(dtype).double()
+    scales = x.double().abs().amax(-1, keepdim=True) / 127
+    return (x.double() / scales).round() * scales
 
 
 @dataclass
 class Memory:
-    """A region in which whatever no token was stored to is NaN. Blocks are handed out in a random order."""
+    """A region in which whatever no token was stored to is huge. Blocks are handed out in a random order."""
 
+    ops: Ops
     shape: Shape
     num_blocks: int
     seed: int = 0
@@ -64,46 +93,59 @@ class Memory:
 
     def __post_init__(self) -> None:
         shape = self.shape
-        size = (self.num_blocks, LAYERS, 2, shape.num_kv_heads, shape.block_size, shape.dim)
-        self.region = torch.full(size, torch.nan, dtype=shape.kv_dtype)
+        self._blocks = BlockShape(
+            num_layers=LAYERS,
+            num_kv_heads=shape.num_kv_heads,
+            block_size=shape.block_size,
+            head_dim=shape.dim,
+            dtype=shape.kv_dtype,
+        )
+        self.region = torch.full((self.num_blocks, self._blocks.num_bytes), HUGE, dtype=torch.uint8)
         self._free = np.random.default_rng(self.seed).permutation(self.num_blocks).tolist()
 
-    def attend(self, ops: Ops, rows: list[tuple[int, Sequence, range]]) -> list[Tensor]:
+    def attend(self, rows: list[tuple[int, Sequence, range]]) -> list[Tensor]:
         """Run one step over rows of (number, sequence, positions) -> each row's results."""
-        size = self.shape.block_size
-        slots = []
         for number, _, positions in rows:
             table = self.tables.setdefault(number, [])
-            while len(table) * size < positions.stop:
+            while len(table) * self.shape.block_size < positions.stop:
                 table.append(self._free.pop())
-            slots += [table[position // size] * size + position % size for position in positions]
-        batch = AttentionBatch(
-            counts=[len(positions) for _, _, positions in rows],
-            starts=[positions.start for _, _, positions in rows],
-            tables=[np.array(self.tables[number]) for number, _, _ in rows],
-            slots=torch.tensor(slots),
-            block_size=size,
-            prepared={},
-        )
-        qkv = torch.cat([sequence.qkv[positions.start : positions.stop] for _, sequence, positions in rows])
-        query, key, value = qkv.split(rows[0][1].heads, 1)
-        out = ops.paged_attention(query, key, value, LayerKV(self.region, LAYER), batch, self.shape.scale, self.shape.window)
-        assert out.dtype == query.dtype
-        assert out.shape == query.shape
-        return list(out.split(batch.counts))
+        return self._run(rows, self.shape.window)
 
     def fill(self, number: int, sequence: Sequence, positions: range) -> None:
-        """Put keys and values in place without computing anything; blocks behind the window become holes."""
+        """Store keys and values, every token seeing itself alone; blocks behind the window become holes."""
         size, table = self.shape.block_size, self.tables.setdefault(number, [])
         reach = positions.stop if self.shape.window is None else self.shape.window - 1
-        _, key, value = sequence.qkv.split(sequence.heads, 1)
         for position in positions:
             if position % size == 0:
                 seen = (position // size + 1) * size > positions.stop - reach
                 table.append(self._free.pop() if seen else HOLE)
-            if positions.stop - position <= reach:
-                self.region[table[-1], LAYER, 0, :, position % size] = key[position].to(self.shape.kv_dtype)
-                self.region[table[-1], LAYER, 1, :, position % size] = value[position].to(self.shape.kv_dtype)
+        if rows := [(number, sequence, range(position, position + 1)) for position in positions if positions.stop - position <= reach]:
+            self._run(rows, 1)
+
+    def other_layers(self) -> Tensor:
+        """What layers other than LAYER hold, as bytes."""
+        layers = self.region.view(self.num_blocks, LAYERS, -1)
+        return layers[:, [layer for layer in range(LAYERS) if layer != LAYER]]
+
+    def _run(self, rows: list[tuple[int, Sequence, range]], window: int | None) -> list[Tensor]:
+        size = self.shape.block_size
+        batch = AttentionBatch(
+            counts=[len(positions) for _, _, positions in rows],
+            starts=[positions.start for _, _, positions in rows],
+            tables=[np.array(self.tables[number]) for number, _, _ in rows],
+            slots=torch.tensor([self.tables[number][at // size] * size + at % size for number, _, positions in rows for at in positions]),
+            block_size=size,
+            prepared={},
+        )
+        parts = [(sequence, positions) for _, sequence, positions in rows]
+        qkv = torch.cat([sequence.qkv[positions.start : positions.stop] for sequence, positions in parts])
+        rotation = tuple(torch.cat([angle[positions.start : positions.stop] for _, positions in parts]) for angle in self.shape.rotation())
+        query, key, value = qkv.split(rows[0][1].heads, 1)
+        kv = LayerKV(self.region, self._blocks, LAYER)
+        out = self.ops.paged_attention(query, key, value, rotation, kv, batch, self.shape.scale, window)  # type: ignore[arg-type]
+        assert out.dtype == query.dtype
+        assert out.shape == query.shape
+        return list(out.split(batch.counts))
 
 
 def blocks_for(shape: Shape, lengths: list[int]) -> int:

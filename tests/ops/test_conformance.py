@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.ops.interface import Ops
 from octavo.ops.reference import ReferenceOps
-from tests.ops.sequences import HOLE, LAYER, Memory, Sequence, Shape, blocks_for
+from tests.ops.sequences import HOLE, HUGE, Memory, Sequence, Shape, blocks_for
 
 DTYPES = [torch.float32, torch.bfloat16]
 BLOCK_SIZES = [1, 4, 16, 64, 128]
@@ -31,24 +31,38 @@ quickly = settings(
 def shapes(draw: st.DrawFn) -> Shape:
     num_kv_heads = draw(st.sampled_from([1, 2, 3]))
     dtype = draw(st.sampled_from(DTYPES))
+    dim = draw(st.sampled_from([32, 64, 80, 96, 128, 20]))
     return Shape(
         num_heads=num_kv_heads * draw(st.sampled_from([1, 3, 4, 8])),
         num_kv_heads=num_kv_heads,
-        dim=draw(st.sampled_from([32, 64, 80, 96, 128, 20])),
+        dim=dim,
         block_size=draw(st.sampled_from(BLOCK_SIZES)),
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=draw(st.sampled_from([dtype, dtype, torch.int8])),
         window=draw(st.sampled_from([None, None, 1, 5, 64, 100, 513])),
+        half=draw(st.sampled_from([dim // 2, dim // 4, 0])),
     )
 
 
 rows_of_a_batch = st.lists(st.tuples(st.sampled_from(EDGES), st.sampled_from([1, 1, 1, 2, 7, 33, 70])), min_size=1, max_size=4)
 
 
-def assert_near(found: Tensor, wanted: Tensor, magnitude: float = 1.0) -> None:
+WEIGHT_ERRORS = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.int8: 0.06}
+"""What the weights of values may lose, by the dtype of KV memory, which products work in: a bfloat16 half its last place; int8 also
+what rounding query and weights to bytes costs, a bound that only the worst of some thousand elements comes near."""
+
+
+def assert_near(found: Tensor, expected: tuple[Tensor, Tensor], shape: Shape) -> None:
     """float32 sums lose a few units in the last place; a bfloat16 result is rounded once more."""
-    relative = 2.0**-8 if found.dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(found.double(), wanted, rtol=relative, atol=5e-6 * magnitude)
+    wanted, size = expected
+    last_place = 2.0**-8 if found.dtype == torch.bfloat16 else 1e-5
+    allowed = last_place * wanted.abs() + WEIGHT_ERRORS[shape.kv_dtype] * size + 1e-6
+    if shape.dtype == torch.float32 and shape.kv_dtype == torch.bfloat16:
+        allowed += 0.02 * size  # queries are rounded to bfloat16 too
+    error = (found.double() - wanted).abs()
+    assert (error <= allowed).all(), f"{(error / allowed).max():.2f} times what is allowed"
+    if shape.kv_dtype == torch.int8:
+        assert error.norm() <= 0.02 * size.norm()
 
 
 def same_bits(found: Tensor, wanted: Tensor) -> bool:
@@ -63,7 +77,9 @@ def test_attention_is_that_of_a_dense_context(ops: Ops, shape: Shape, rows: list
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 256])
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float32, torch.int8)]
+)
 def test_attention_with_memory_of_another_dtype(ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int) -> None:
     shape = Shape(dtype=dtype, kv_dtype=kv_dtype, block_size=block_size, dim=80)
     check_attention(ops, shape, [(100, 1), (0, 40), (511, 2)], 3)
@@ -71,23 +87,22 @@ def test_attention_with_memory_of_another_dtype(ops: Ops, dtype: torch.dtype, kv
 
 def check_attention(ops: Ops, shape: Shape, rows: list[tuple[int, int]], seed: int) -> None:
     lengths = [start + count for start, count in rows]
-    memory = Memory(shape, blocks_for(shape, lengths), seed)
+    memory = Memory(ops, shape, blocks_for(shape, lengths), seed)
     batch = []
     for number, (start, count) in enumerate(rows):
         sequence = Sequence(shape, start + count, 1000 * seed + number)
         memory.fill(number, sequence, range(start))
         batch.append((number, sequence, range(start, start + count)))
-    for found, (_, sequence, positions) in zip(memory.attend(ops, batch), batch, strict=True):
-        assert_near(found, sequence.expected(shape, positions))
-    other_layers = [layer for layer in range(memory.region.shape[1]) if layer != LAYER]
-    assert memory.region[:, other_layers].isnan().all()
+    for found, (_, sequence, positions) in zip(memory.attend(batch), batch, strict=True):
+        assert_near(found, sequence.expected(shape, positions), shape)
+    assert (memory.other_layers() == HUGE).all()
 
 
 def test_attention_of_large_magnitudes_does_not_overflow(ops: Ops) -> None:
     shape = Shape()
     sequence = Sequence(shape, 150, 1, magnitude=300.0)
-    found = Memory(shape, 20).attend(ops, [(0, sequence, range(150))])[0]
-    assert_near(found, sequence.expected(shape, range(150)), magnitude=3e5)
+    found = Memory(ops, shape, 20).attend([(0, sequence, range(150))])[0]
+    assert_near(found, sequence.expected(shape, range(150)), shape)
 
 
 def test_a_row_that_sees_a_hole_is_refused(ops: Ops) -> None:
@@ -95,11 +110,11 @@ def test_a_row_that_sees_a_hole_is_refused(ops: Ops) -> None:
         pytest.skip("the reference reads block 0 there")
     shape = Shape()
     sequence = Sequence(shape, 60, 1)
-    memory = Memory(shape, 20)
+    memory = Memory(ops, shape, 20)
     memory.fill(0, sequence, range(59))
     memory.tables[0][1] = HOLE
     with pytest.raises(IndexError, match="row 0 sees positions that its block table does not hold"):
-        memory.attend(ops, [(0, sequence, range(59, 60))])
+        memory.attend([(0, sequence, range(59, 60))])
 
 
 PROMISES = [
@@ -108,12 +123,14 @@ PROMISES = [
     Shape(num_heads=8, num_kv_heads=1, dim=80, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, window=100),
     Shape(num_heads=2, num_kv_heads=2, dim=20, window=37),
     Shape(num_heads=4, num_kv_heads=1, dim=128, block_size=128, dtype=torch.bfloat16, kv_dtype=torch.bfloat16),
+    Shape(num_heads=9, num_kv_heads=3, kv_dtype=torch.int8),
+    Shape(num_heads=8, num_kv_heads=2, dim=96, dtype=torch.bfloat16, kv_dtype=torch.int8, window=70),
 ]
 LENGTH, TAIL = 545, 480
 
 
 def whole(ops: Ops, shape: Shape, sequence: Sequence) -> Tensor:
-    return Memory(shape, blocks_for(shape, [LENGTH])).attend(ops, [(0, sequence, range(LENGTH))])[0]
+    return Memory(ops, shape, blocks_for(shape, [LENGTH])).attend([(0, sequence, range(LENGTH))])[0]
 
 
 @pytest.mark.parametrize("shape", PROMISES, ids=range(len(PROMISES)))
@@ -121,30 +138,30 @@ def whole(ops: Ops, shape: Shape, sequence: Sequence) -> Tensor:
 def test_attention_has_the_same_bits_however_a_sequence_is_cut(ops: Ops, shape: Shape, step: int) -> None:
     sequence = Sequence(shape, LENGTH, 5)
     wanted = whole(ops, shape, sequence)
-    memory = Memory(shape, blocks_for(shape, [LENGTH]), 1)
+    memory = Memory(ops, shape, blocks_for(shape, [LENGTH]), 1)
     memory.fill(0, sequence, range(TAIL))
     for start, end in pairwise([*range(TAIL, LENGTH, step), LENGTH]):
-        assert same_bits(memory.attend(ops, [(0, sequence, range(start, end))])[0], wanted[start:end]), start
+        assert same_bits(memory.attend([(0, sequence, range(start, end))])[0], wanted[start:end]), start
 
 
 @pytest.mark.parametrize("shape", PROMISES, ids=range(len(PROMISES)))
 def test_attention_has_the_same_bits_alone_and_in_a_batch(ops: Ops, shape: Shape) -> None:
     cuts = [range(500, 501), range(470, LENGTH), range(513, 514), range(3), range(511, 513), range(60, 61)]
     sequences = [Sequence(shape, LENGTH, number) for number in range(len(cuts))]
-    together = Memory(shape, blocks_for(shape, [LENGTH] * len(cuts)), 2)
+    together = Memory(ops, shape, blocks_for(shape, [LENGTH] * len(cuts)), 2)
     for number, (sequence, positions) in enumerate(zip(sequences, cuts, strict=True)):
         together.fill(number, sequence, range(positions.start))
-    found = together.attend(ops, [(number, sequences[number], positions) for number, positions in enumerate(cuts)])
+    found = together.attend([(number, sequences[number], positions) for number, positions in enumerate(cuts)])
     for number, (sequence, positions) in enumerate(zip(sequences, cuts, strict=True)):
-        alone = Memory(shape, blocks_for(shape, [LENGTH]), 3)
+        alone = Memory(ops, shape, blocks_for(shape, [LENGTH]), 3)
         alone.fill(0, sequence, range(positions.start))
-        assert same_bits(alone.attend(ops, [(0, sequence, positions)])[0], found[number]), number
+        assert same_bits(alone.attend([(0, sequence, positions)])[0], found[number]), number
 
 
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8])
 def test_attention_has_the_same_bits_at_every_block_size(ops: Ops, dtype: torch.dtype, window: int | None) -> None:
-    shapes = [Shape(block_size=size, dtype=dtype, kv_dtype=dtype, window=window) for size in (*BLOCK_SIZES, 256)]
+    shapes = [Shape(block_size=size, kv_dtype=dtype, window=window) for size in (*BLOCK_SIZES, 256)]
     sequence = Sequence(shapes[0], LENGTH, 7)
     results = [whole(ops, shape, sequence) for shape in shapes]
     assert all(same_bits(result, results[0]) for result in results[1:])
@@ -158,9 +175,9 @@ def test_attention_has_the_same_bits_on_any_number_of_threads(ops: Ops, count: i
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            memory = Memory(shape, blocks_for(shape, [1200]))
+            memory = Memory(ops, shape, blocks_for(shape, [1200]))
             memory.fill(0, sequence, range(1200 - count))
-            results.append(memory.attend(ops, [(0, sequence, range(1200 - count, 1200))])[0])
+            results.append(memory.attend([(0, sequence, range(1200 - count, 1200))])[0])
     finally:
         torch.set_num_threads(before)
     assert same_bits(results[0], results[1])
@@ -171,14 +188,12 @@ def test_one_rows_poison_stays_in_that_row(ops: Ops, poison: float) -> None:
     shape = Shape()
     sequences = [Sequence(shape, 90, number) for number in range(3)]
     rows = [(0, sequences[0], range(90)), (1, sequences[1], range(90)), (2, sequences[2], range(90))]
-    clean = Memory(shape, 20).attend(ops, rows)
+    clean = Memory(ops, shape, 20).attend(rows)
     sequences[1].qkv[40] = poison
-    found = Memory(shape, 20).attend(ops, rows)
+    found = Memory(ops, shape, 20).attend(rows)
     assert same_bits(found[0], clean[0])
     assert same_bits(found[2], clean[2])
     assert found[1][40:].isnan().all()
-    if type(ops) is not ReferenceOps:  # its chunks multiply later values by zero, which NaN survives
-        assert same_bits(found[1][:40], clean[1][:40])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -207,19 +222,6 @@ def test_rms_norm_of_each_head(ops: Ops, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "rotated"), [(64, 64), (80, 32), (20, 20)])
-def test_rotary(ops: Ops, dtype: torch.dtype, dim: int, rotated: int) -> None:
-    x = _random(dtype, (70, 8, dim))[0][:, 2:7]
-    angles = torch.rand(70, rotated // 2, generator=torch.Generator().manual_seed(0)) * 100
-    cos, sin = angles.cos(), angles.sin()
-    found = ops.rotary(x, cos, sin)
-    pair = torch.complex(x[..., : rotated // 2].double(), x[..., rotated // 2 : rotated].double())
-    turned = pair * torch.complex(cos.double(), sin.double())[:, None]
-    assert_near(found, torch.cat((turned.real, turned.imag, x[..., rotated:].double()), -1))
-    assert same_bits(ops.rotary(x[5:6], cos[5:6], sin[5:6])[0], found[5])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [20, 1536])
 def test_silu_and_mul(ops: Ops, dtype: torch.dtype, size: int) -> None:
     gate_up = _random(dtype, (70, 2 * size))[0] * 5
@@ -234,12 +236,13 @@ def test_silu_and_mul(ops: Ops, dtype: torch.dtype, size: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_has_the_same_bits_alone_and_in_a_batch(ops: Ops, dtype: torch.dtype) -> None:
     x, weight, bias = _random(dtype, (70, 576), (200, 576), (200,))
-    found = ops.linear(x, weight, bias)
+    matrix, bias = ops.matrix(weight), bias.float()
+    found = ops.linear(x, matrix, bias)
     wanted = x.double() @ weight.double().t() + bias.double()
     digits = 2.0**-7 if dtype == torch.bfloat16 else 1e-6
     assert (found.double() - wanted).abs().max() <= digits * wanted.abs().max()
     for start, end in [(0, 1), (5, 7), (10, 31), (3, 70)]:
-        assert same_bits(ops.linear(x[start:end], weight, bias), found[start:end]), (start, end)
+        assert same_bits(ops.linear(x[start:end], matrix, bias), found[start:end]), (start, end)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -248,9 +251,10 @@ def test_linear_of_long_rows_has_the_same_bits_at_every_row_count(ops: Ops, dtyp
     """Values of many magnitudes, so that another order of summation shows."""
     x, weight, scale = _random(torch.float32, (512, columns), (576, columns), (512, columns))
     x, weight = (x * (2 * scale).exp()).to(dtype), weight.to(dtype)
-    found = ops.linear(x, weight)
+    matrix = ops.matrix(weight)
+    found = ops.linear(x, matrix)
     for count in (1, 2, 3, 8, 17, 33):
-        assert all(same_bits(ops.linear(x[at : at + count], weight), found[at : at + count]) for at in range(0, 480, count + 3)), count
+        assert all(same_bits(ops.linear(x[at : at + count], matrix), found[at : at + count]) for at in range(0, 480, count + 3)), count
 
 
 def assert_rounded_twice(found: Tensor, wanted: Tensor) -> None:

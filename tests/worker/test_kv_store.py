@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError, EngineError
+from octavo.ops.interface import BlockShape
 from octavo.plan import BlockCopy, Tier
 from octavo.worker import kv_store, memory, pages
-from octavo.worker.kv_store import BlockShape, KVStore
+from octavo.worker.kv_store import KVStore
 from octavo.worker.pages import Pages
 
 SHAPE = BlockShape(num_layers=3, num_kv_heads=2, block_size=4, head_dim=8, dtype=torch.bfloat16)
@@ -25,7 +26,7 @@ MIB = 1 << 20
 def make_store(num_blocks=6, prealloc_blocks=6, swap_blocks=0):
     store = KVStore(SHAPE, num_blocks, prealloc_blocks, CPU, swap_blocks)
     for block in range(store.committed):
-        store.region[block] = block + 1
+        store.region[block] = (block + 1) % 256
     return store
 
 
@@ -80,14 +81,15 @@ def test_block_is_one_stretch_of_the_promised_bytes():
     assert store.region.data_ptr() + 2 * SHAPE.num_bytes == store.region[2].data_ptr()
 
 
-def test_layers_are_views_of_the_region():
+def test_layers_look_at_the_region():
     store = make_store()
-    assert len(store.layers) == 3
-    store.layers[1].keys[2] = 50
-    store.layers[2].values[2] = 60
-    assert store.region[2].unique().tolist() == [3.0, 50.0, 60.0]
-    assert (store.region[2, 1, 0] == 50).all()
-    assert (store.region[2, 2, 1] == 60).all()
+    assert [layer.layer for layer in store.layers] == [0, 1, 2]
+    assert all(layer.region is store.region and layer.shape is SHAPE for layer in store.layers)
+
+
+def test_a_block_of_int8_has_a_scale_a_token_and_head():
+    shape = BlockShape(num_layers=3, num_kv_heads=2, block_size=4, head_dim=8, dtype=torch.int8)
+    assert shape.num_bytes == 3 * 2 * 2 * 4 * (8 + 4)
 
 
 @pytest.mark.parametrize(("prealloc_blocks", "committed"), [(0, 0), (2, 2), (6, 6), (100, 6)])
@@ -95,16 +97,7 @@ def test_blocks_allocated_at_start_are_zero_and_clipped_to_the_ceiling(prealloc_
     store = KVStore(SHAPE, 6, prealloc_blocks, CPU)
     assert store.committed == committed
     assert not store.region[:committed].any()
-    assert store.region.shape == (6, 3, 2, 2, 4, 8)
-
-
-def test_scrubbed_blocks_are_zero_and_the_others_untouched():
-    store = make_store()
-    store.region[4] = float("nan")
-    store.scrub([4, 1])
-    assert first_values(store) == [[1.0], [0.0], [3.0], [4.0], [0.0], [6.0]]
-    store.scrub([])
-    assert first_values(store)[0] == [1.0]
+    assert store.region.shape == (6, SHAPE.num_bytes)
 
 
 # Copies
@@ -113,7 +106,7 @@ def test_scrubbed_blocks_are_zero_and_the_others_untouched():
 def test_copies_run_in_order():
     store = make_store()
     store.copy([device_copy(0, 1), device_copy(1, 2), device_copy(5, 0)])
-    assert first_values(store) == [[6.0], [1.0], [1.0], [4.0], [5.0], [6.0]]
+    assert first_values(store) == [[6], [1], [1], [4], [5], [6]]
     store.copy([])
 
 
@@ -121,7 +114,7 @@ def test_copies_between_all_tiers_run_in_order():
     store = make_store(swap_blocks=3)
     # 0 and 5 change places by way of the host; a host block is copied within its tier, and read after it was overwritten.
     store.copy([out(0, 0), device_copy(5, 0), back(0, 5), BlockCopy(Tier.HOST, 0, Tier.HOST, 2), out(3, 0), back(0, 1), back(2, 2)])
-    assert first_values(store) == [[6.0], [4.0], [1.0], [4.0], [5.0], [1.0]]
+    assert first_values(store) == [[6], [4], [1], [4], [5], [1]]
 
 
 @pytest.mark.parametrize("copy", [device_copy(0, 3), device_copy(3, 0), device_copy(-1, 0), out(0, 2), back(2, 0), back(0, -1)], ids=str)
@@ -170,10 +163,10 @@ def test_what_was_given_back_reads_zero_and_what_was_kept_stays(left):
     """Blocks of 768 bytes: they begin and end within pages."""
     store = make_store(num_blocks=50, prealloc_blocks=50)
     store.shrink(left)
-    assert first_values(store) == [[block + 1.0] for block in range(left)] + [[0.0]] * (50 - left)
+    assert first_values(store) == [[block + 1.0] for block in range(left)] + [[0]] * (50 - left)
     store.grow(50)
     store.wait()
-    assert first_values(store) == [[block + 1.0] for block in range(left)] + [[0.0]] * (50 - left)
+    assert first_values(store) == [[block + 1.0] for block in range(left)] + [[0]] * (50 - left)
 
 
 def test_growth_goes_on_beside_the_caller_and_reports_whole_steps(monkeypatch):
@@ -283,7 +276,7 @@ def test_a_system_without_memory_refuses_growth_at_the_step_it_reached(monkeypat
     store.wait()
     assert store.committed == 3
     assert "at 3 blocks (0 MiB) of the 20 asked for: [Errno 12] Cannot allocate memory" in store.growth_refused
-    assert first_values(store)[:3] == [[1.0], [2.0], [3.0]]
+    assert first_values(store)[:3] == [[1], [2], [3]]
 
 
 def test_a_kernel_that_cannot_populate_zero_fills_and_harms_no_neighbour(monkeypatch):
@@ -293,7 +286,7 @@ def test_a_kernel_that_cannot_populate_zero_fills_and_harms_no_neighbour(monkeyp
     store.resize(20)
     store.wait()
     assert (store.committed, store.growth_refused) == (20, None)
-    assert first_values(store) == [[1.0], [2.0], [3.0]] + [[0.0]] * 17
+    assert first_values(store) == [[1], [2], [3]] + [[0]] * 17
 
 
 def test_more_than_the_ceiling_is_refused():
@@ -320,9 +313,9 @@ def test_the_mapping_outlives_the_store_as_long_as_a_tensor_looks_at_it():
     del store
     gc.collect()
     held = [bytearray(SHAPE.num_bytes) for _ in range(100)]
-    assert view.unique().tolist() == [5.0]
+    assert view.unique().tolist() == [5]
     view.fill_(7)
-    assert view.unique().tolist() == [7.0]
+    assert view.unique().tolist() == [7]
     del held
 
 

@@ -1,0 +1,65 @@
+#include "products.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "buffer.hpp"
+#include "matrix.hpp"
+
+namespace octavo {
+
+// Below this many products the threads cost more than they give.
+constexpr int64_t WORTH_SHARING = 65536;
+// A row's share of the above that each thread may as well prepare for itself, as it would wait for the others.
+constexpr int64_t ROWS_PREPARED_BY_ALL = 8;
+// Rows that go through a panel one after another: it stays in the nearest cache, they in the next.
+constexpr int64_t ROWS_TOGETHER = 192;
+// Panels that a thread takes at a time.
+constexpr int64_t PANELS_TOGETHER = 2;
+
+static char* take(Buffer& buffer, size_t bytes) { return reinterpret_cast<char*>(buffer.take((bytes + 3) / 4)); }
+
+void linear(const Kernels& kernels, const LinearCall& call) {
+    const Matrix& matrix = *call.matrix;
+    const int64_t rows = call.rows, row_bytes = kernels.prepared_bytes(call);
+    const bool shared = row_bytes && rows > ROWS_PREPARED_BY_ALL;
+    static thread_local Buffer shared_rows;
+    char* prepared = shared ? take(shared_rows, rows * row_bytes) : nullptr;
+    const int64_t blocks = (rows + ROWS_TOGETHER - 1) / ROWS_TOGETHER, units = (matrix.panels() + PANELS_TOGETHER - 1) / PANELS_TOGETHER;
+#pragma omp parallel if (rows * matrix.outputs() * matrix.inputs() >= WORTH_SHARING)
+    {
+        static thread_local Buffer own_rows, scratch_buffer;
+        char* scratch = take(scratch_buffer, kernels.product_bytes(call));
+        const char* at = static_cast<const char*>(call.x);
+        int64_t stride = call.x_stride * (call.x_type == Element::bfloat16 ? 2 : 4);
+        if (shared) {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < rows; row++) kernels.prepare(call, row, prepared + row * row_bytes);
+            at = prepared;
+            stride = row_bytes;
+        } else if (row_bytes) {
+            char* own = take(own_rows, rows * row_bytes);
+            for (int64_t row = 0; row < rows; row++) kernels.prepare(call, row, own + row * row_bytes);
+            at = own;
+            stride = row_bytes;
+        }
+#pragma omp for schedule(static) nowait
+        for (int64_t item = 0; item < blocks * units; item++) {
+            const int64_t first = item / units * ROWS_TOGETHER, panel = item % units * PANELS_TOGETHER;
+            const Activations block{at + first * stride, stride, first, std::min(rows, first + ROWS_TOGETHER)};
+            kernels.multiply(call, block, panel, std::min(matrix.panels(), panel + PANELS_TOGETHER), scratch);
+        }
+    }
+}
+
+void embedding(const Kernels& kernels, const EmbeddingCall& call) {
+    const int64_t outputs = call.matrix->outputs();
+    for (int64_t token = 0; token < call.tokens; token++)
+        if (call.ids[token] < 0 || call.ids[token] >= outputs)
+            throw std::out_of_range("id " + std::to_string(call.ids[token]) + " of an embedding of " + std::to_string(outputs));
+#pragma omp parallel for schedule(static) if (call.tokens * call.matrix->inputs() >= WORTH_SHARING)
+    for (int64_t token = 0; token < call.tokens; token++) kernels.embed(call, token);
+}
+
+}  // namespace octavo
