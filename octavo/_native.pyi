@@ -28,7 +28,24 @@ class AttentionPlan:
         block_size: int,
         dim: int,
         group: int,
-    ) -> None: ...
+        element: int,
+        head_bytes: int,
+    ) -> None:
+        """element: 0 float32, 1 bfloat16, 2 int8. head_bytes: keys, or values, of one head of a block."""
+
+class Matrix:
+    """A weight [outputs, inputs], copied into the layout of the products."""
+
+    @staticmethod
+    def dense(weight: int, outputs: int, inputs: int, stride: int, bfloat16: bool, /) -> Matrix: ...
+    @staticmethod
+    def grouped(bits: int, codes: int, scales: int, minimums: int, zero: int, outputs: int, inputs: int, /) -> Matrix:
+        """codes: uint8 [outputs, inputs]. scales, minimums (or 0): float16 [outputs, groups of 32 inputs]. Raises ValueError."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def nbytes(self) -> int: ...
 
 class Backend:
     """The kernels of one instruction set; see octavo.ops.interface.Ops. Raises ValueError for one that is not here."""
@@ -45,10 +62,12 @@ class Backend:
         key_stride: int,
         value: int,
         value_stride: int,
+        cos: int,
+        sin: int,
+        half: int,
         out: int,
         bfloat16: bool,
         region: int,
-        region_bfloat16: bool,
         layer: int,
         scale: float,
         /,
@@ -68,7 +87,9 @@ class Backend:
         eps: float,
         /,
     ) -> None: ...
-    def rotary(
-        self, x: int, x_stride: int, cos: int, sin: int, out: int, bfloat16: bool, tokens: int, heads: int, dim: int, half: int, /
-    ) -> None: ...
     def silu_and_mul(self, gate_up: int, stride: int, out: int, bfloat16: bool, tokens: int, size: int, /) -> None: ...
+    def linear(
+        self, matrix: Matrix, x: int, x_stride: int, x_bfloat16: bool, rows: int, bias: int, out: int, out_bfloat16: bool, /
+    ) -> None: ...
+    def embedding(self, matrix: Matrix, ids: int, tokens: int, out: int, out_bfloat16: bool, /) -> None:
+        """Raises IndexError for an id that the matrix does not have."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -52,7 +53,7 @@ class Grouped:
 
     def finite(self) -> bool:
         """Whether no scale and no minimum went beyond what float16 holds."""
-        return all(bool(part.isfinite().all()) for part in (self.scales, self.minimums) if part is not None)
+        return all(bool(np.isfinite(part.numpy()).all()) for part in (self.scales, self.minimums) if part is not None)
 
     def dense(self) -> Tensor:
         """float32 [N, K]."""

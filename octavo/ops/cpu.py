@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo import _native
 from octavo.errors import ConfigError
-from octavo.ops.interface import AttentionBatch, LayerKV
+from octavo.ops.interface import AttentionBatch, LayerKV, Matrix
 from octavo.ops.reference import ReferenceOps
 from octavo.quantization import Grouped
 
@@ -48,22 +48,23 @@ class CpuOps(ReferenceOps):
     def isa(self) -> str:
         return self._native.name
 
-    def matrix(self, weight: Tensor | Grouped) -> _native.Matrix:
+    def matrix(self, weight: Tensor | Grouped) -> Matrix:
         if isinstance(weight, Grouped):
             codes, scales = weight.codes.contiguous(), weight.scales.half().contiguous()
             minimums = None if weight.minimums is None else weight.minimums.half().contiguous()
             return _native.Matrix.grouped(weight.bits, codes.data_ptr(), scales.data_ptr(), _address(minimums), weight.zero, *codes.shape)
         weight = weight if weight.dtype in _IS_BFLOAT16 else weight.float()
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        return _native.Matrix.dense(weight.data_ptr(), *weight.shape, weight.stride(0), _IS_BFLOAT16[weight.dtype])
+        outputs, inputs = weight.shape
+        return _native.Matrix.dense(weight.data_ptr(), outputs, inputs, weight.stride(0), _IS_BFLOAT16[weight.dtype])
 
-    def embedding(self, ids: Tensor, weight: _native.Matrix, dtype: torch.dtype) -> Tensor:
+    def embedding(self, ids: Tensor, weight: Matrix, dtype: torch.dtype) -> Tensor:
         ids = ids.contiguous()
         out = torch.empty(len(ids), weight.shape[1], dtype=dtype)
         self._native.embedding(weight, ids.data_ptr(), len(ids), out.data_ptr(), _IS_BFLOAT16[dtype])
         return out
 
-    def linear(self, x: Tensor, weight: _native.Matrix, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         dtype = dtype or x.dtype
         x = _by_token(x)
         out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype)

@@ -7,7 +7,7 @@ against `reference.py` by one conformance suite.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -51,11 +51,8 @@ class LayerKV:
     layer: int
 
 
-class Matrix(Protocol):
-    """A weight as a backend holds it: [N, K], N its outputs."""
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
+Matrix: TypeAlias = Any
+"""A weight [N, K], N its outputs, as a backend holds it: what `Ops.matrix` gave, with a `shape`."""
 
 
 @dataclass

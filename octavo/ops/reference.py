@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from octavo.ops.interface import AttentionBatch, BlockShape, LayerKV
+from octavo.ops.interface import AttentionBatch, BlockShape, LayerKV, Matrix
 from octavo.quantization import GROUP, Grouped
 
 PRODUCT_ROWS = 32
@@ -45,15 +45,15 @@ class ReferenceOps:
         amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)()
         self._invariant = {torch.bfloat16} if device.type == "cpu" and not amx else set()
 
-    def matrix(self, weight: Tensor | Grouped) -> DenseMatrix:
+    def matrix(self, weight: Tensor | Grouped) -> Matrix:
         if isinstance(weight, Grouped):
             return DenseMatrix(weight.dense().to(self.device), grouped=True)
         return DenseMatrix(weight.to(self.device), grouped=False)
 
-    def embedding(self, ids: Tensor, weight: DenseMatrix, dtype: torch.dtype) -> Tensor:
+    def embedding(self, ids: Tensor, weight: Matrix, dtype: torch.dtype) -> Tensor:
         return F.embedding(ids, weight.values).to(dtype)
 
-    def linear(self, x: Tensor, weight: DenseMatrix, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         if weight.grouped:
             out = self._product(rounded_to_int8(x), weight.values)
         else:
@@ -125,7 +125,9 @@ def rounded_to_int8(x: Tensor) -> Tensor:
     columns = x.shape[-1]
     groups = F.pad(x.float(), (0, -columns % GROUP)).unflatten(-1, (-1, GROUP))
     scales = groups.abs().amax(-1, keepdim=True) / 127
-    codes = (groups * torch.where(scales > 0, 1 / scales, 0)).round()
+    # The inverse of a subnormal scale could be infinite: next to nothing counts as nothing.
+    scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0, scales)
+    codes = (groups * torch.where(scales == 0, 0, 1 / scales)).round()
     return (codes * scales).flatten(-2)[..., :columns]
 
 
