@@ -47,12 +47,22 @@ class Matrix:
     @property
     def nbytes(self) -> int: ...
 
+class Recording:
+    """The calls of one forward pass. Addresses and sizes stay as they were when it was made."""
+
+    def __init__(self) -> None: ...
+    def run(self, plans: list[AttentionPlan]) -> None:
+        """Make the calls again. plans: as many as were seen, in the order in which they came. Raises ValueError, IndexError."""
+
 class Backend:
     """The kernels of one instruction set; see octavo.ops.interface.Ops. Raises ValueError for one that is not here."""
 
     def __init__(self, name: str, /) -> None: ...
     @property
     def name(self) -> str: ...
+    def record(self, into: Recording | None) -> None:
+        """Add the calls that follow to a recording, until it is None."""
+
     def paged_attention(
         self,
         plan: AttentionPlan,

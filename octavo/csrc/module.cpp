@@ -14,6 +14,7 @@
 #include "kernels.hpp"
 #include "matrix.hpp"
 #include "products.hpp"
+#include "recording.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -73,37 +74,53 @@ public:
 
     std::string name() const { return kernels->name; }
 
+    // Calls are added to it as they are made, until it is null again.
+    void record(Recording* into) { recording = into; }
+
     void paged_attention(const AttentionPlan& plan, uintptr_t query, int64_t query_stride, uintptr_t key, int64_t key_stride,
                          uintptr_t value, int64_t value_stride, uintptr_t cos, uintptr_t sin, int half, uintptr_t out, bool bfloat16,
-                         uintptr_t region, int64_t layer, float scale) const {
-        plan.run(*kernels, {at<void>(query), at<void>(key), at<void>(value), at<float>(cos), at<float>(sin), at<void>(out), at<void>(region),
-                            element(bfloat16), query_stride, key_stride, value_stride, layer, half, scale});
+                         uintptr_t region, int64_t layer, float scale) {
+        const LayerPointers pointers{at<void>(query), at<void>(key), at<void>(value), at<float>(cos), at<float>(sin), at<void>(out), at<void>(region),
+                                     element(bfloat16), query_stride, key_stride, value_stride, layer, half, scale};
+        plan.run(*kernels, pointers);
+        if (!recording) return;
+        const size_t place = recording->place_of(plan);
+        recording->add([=, kernels = kernels](const Recording::Plans& plans) { plans[place]->run(*kernels, pointers); });
     }
 
     void rms_norm(uintptr_t x, int64_t x_stride, uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t sum, bool bfloat16,
-                  int64_t tokens, int heads, int size, float eps) const {
-        NormCall call{at<void>(x), at<void>(residual), at<void>(weight), at<void>(out), at<void>(sum), element(bfloat16), x_stride,
-                      heads, size, eps};
-        by_token(kernels->rms_norm, call, tokens, int64_t(heads) * size);
+                  int64_t tokens, int heads, int size, float eps) {
+        const NormCall call{at<void>(x), at<void>(residual), at<void>(weight), at<void>(out), at<void>(sum), element(bfloat16), x_stride,
+                            heads, size, eps};
+        perform([=, kernels = kernels] { by_token(kernels->rms_norm, call, tokens, int64_t(heads) * size); });
     }
 
-    void silu_and_mul(uintptr_t gate_up, int64_t stride, uintptr_t out, bool bfloat16, int64_t tokens, int size) const {
-        GateCall call{at<void>(gate_up), at<void>(out), element(bfloat16), stride, size};
-        by_token(kernels->silu_and_mul, call, tokens, size);
+    void silu_and_mul(uintptr_t gate_up, int64_t stride, uintptr_t out, bool bfloat16, int64_t tokens, int size) {
+        const GateCall call{at<void>(gate_up), at<void>(out), element(bfloat16), stride, size};
+        perform([=, kernels = kernels] { by_token(kernels->silu_and_mul, call, tokens, size); });
     }
 
     void linear(const Matrix& matrix, uintptr_t x, int64_t x_stride, bool x_bfloat16, int64_t rows, uintptr_t bias, uintptr_t out,
-                bool out_bfloat16) const {
-        octavo::linear(*kernels, {&matrix, at<void>(x), element(x_bfloat16), x_stride, rows, at<float>(bias), at<void>(out),
-                                  element(out_bfloat16), matrix.outputs()});
+                bool out_bfloat16) {
+        const LinearCall call{&matrix, at<void>(x), element(x_bfloat16), x_stride, rows, at<float>(bias), at<void>(out),
+                              element(out_bfloat16), matrix.outputs()};
+        perform([=, kernels = kernels] { octavo::linear(*kernels, call); });
     }
 
-    void embedding(const Matrix& matrix, uintptr_t ids, int64_t tokens, uintptr_t out, bool out_bfloat16) const {
-        octavo::embedding(*kernels, {&matrix, at<int64_t>(ids), tokens, at<void>(out), element(out_bfloat16), matrix.inputs()});
+    void embedding(const Matrix& matrix, uintptr_t ids, int64_t tokens, uintptr_t out, bool out_bfloat16) {
+        const EmbeddingCall call{&matrix, at<int64_t>(ids), tokens, at<void>(out), element(out_bfloat16), matrix.inputs()};
+        perform([=, kernels = kernels] { octavo::embedding(*kernels, call); });
     }
 
 private:
+    template <class Work>
+    void perform(Work work) {
+        work();
+        if (recording) recording->add([work](const Recording::Plans&) { work(); });
+    }
+
     const Kernels* kernels;
+    Recording* recording = nullptr;
 };
 
 Matrix* dense(uintptr_t weight, int64_t outputs, int64_t inputs, int64_t stride, bool bfloat16) {
@@ -144,9 +161,14 @@ NB_MODULE(_native, m) {
         .def_prop_ro("shape", [](const Matrix& matrix) { return std::pair(matrix.outputs(), matrix.inputs()); })
         .def_prop_ro("nbytes", &Matrix::bytes);
 
+    nb::class_<Recording>(m, "Recording", "The calls of one forward pass, made again by `run` with other attention plans.")
+        .def(nb::init<>())
+        .def("run", &Recording::run, "plans"_a, nb::call_guard<nb::gil_scoped_release>());
+
     nb::class_<Backend>(m, "Backend", "The kernels of one instruction set; see octavo.ops.interface.Ops.")
         .def(nb::init<const std::string&>())
         .def_prop_ro("name", &Backend::name)
+        .def("record", &Backend::record, "into"_a.none(), nb::keep_alive<1, 2>())
         .def("paged_attention", &Backend::paged_attention, nb::call_guard<nb::gil_scoped_release>())
         .def("rms_norm", &Backend::rms_norm, nb::call_guard<nb::gil_scoped_release>())
         .def("silu_and_mul", &Backend::silu_and_mul, nb::call_guard<nb::gil_scoped_release>())

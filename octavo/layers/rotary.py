@@ -16,6 +16,7 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.loading.fields import Fields
+from octavo.ops.interface import Ops
 
 NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
@@ -67,18 +68,19 @@ class RotaryConfig:
 class RotaryEmbedding:
     """Cosines and sines by position, float32 [length, dim / 2]; divisors are a checkpoint's own stretch of each frequency."""
 
-    def __init__(self, config: RotaryConfig, length: int, device: torch.device, divisors: Tensor | None = None) -> None:
+    def __init__(self, ops: Ops, config: RotaryConfig, length: int, divisors: Tensor | None = None) -> None:
+        self._ops = ops
         scaling = SCALINGS[config.rope_type]
         frequencies = scaling.frequencies(config, length)
         if divisors is not None:
             frequencies = frequencies / divisors
         angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies.float()
         magnitude = scaling.magnitude(config)
-        self._cos = (angles.cos() * magnitude).to(device)
-        self._sin = (angles.sin() * magnitude).to(device)
+        self._tables = [ops.matrix(angles.cos() * magnitude), ops.matrix(angles.sin() * magnitude)]
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self._cos[positions], self._sin[positions]
+        cos, sin = (self._ops.embedding(positions, table, torch.float32) for table in self._tables)
+        return cos, sin
 
 
 def _default(config: RotaryConfig, length: int) -> Tensor:

@@ -115,16 +115,16 @@ class Decoder:
         tied = self._embed if config.tied else None
         self._head = OutputHead(ops, weights, "lm_head", config.vocab_size, config.hidden_size, tied)
         divisors = weights.take("rope_freqs.weight", config.rotary.dim // 2).float().cpu() if "rope_freqs.weight" in weights else None
-        self._rotary = RotaryEmbedding(config.rotary, length, ops.device, divisors)
+        self._rotary = RotaryEmbedding(ops, config.rotary, length, divisors)
 
     def forward(self, token_ids: Tensor, positions: Tensor, kv: list[LayerKV], batch: AttentionBatch) -> Tensor:
-        """[T] ids at [T] positions -> hidden states [T, hidden_size], not yet normalised for the head."""
+        """[T] ids at [T] positions -> hidden states [T, hidden_size], normalised for the head."""
         rotation = self._rotary(positions)
         x, residual = self._embed(token_ids), None
         for layer, layer_kv in zip(self._layers, kv, strict=True):
             x, residual = layer(x, residual, rotation, layer_kv, batch)
-        return x if residual is None else x + residual
+        return self._norm.add(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden_size] -> [N, vocab_size], float32."""
-        return self._head(self._norm(hidden))
+        return self._head(hidden)

@@ -6,14 +6,17 @@ They work in place on the memory of tensors: a call hands over addresses, so tha
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import _native
 from octavo.errors import ConfigError
-from octavo.ops.interface import AttentionBatch, LayerKV, Matrix
+from octavo.ops.interface import AttentionBatch, Forward, LayerKV, Matrix
 from octavo.ops.reference import ReferenceOps
 from octavo.quantization import Grouped
 
@@ -26,6 +29,9 @@ _IS_BFLOAT16 = {torch.float32: False, torch.bfloat16: True}
 _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 MAX_HEAD_DIM = 256
+
+RECORDED_TOKENS = 4
+"""Steps of more tokens are not recorded: each count of tokens keeps memory of its own, for every layer."""
 
 
 class CpuOps(ReferenceOps):
@@ -44,9 +50,48 @@ class CpuOps(ReferenceOps):
             raise ConfigError(f"{ISA_VARIABLE}: {isa!r}; this processor runs {', '.join(known)}")
         self._native = _native.Backend(isa)
 
+        self._recordings: dict[int, _Recording | None] = {}
+        self._made: list[Tensor] | None = None
+
     @property
     def isa(self) -> str:
         return self._native.name
+
+    def run(self, forward: Forward, token_ids: Tensor, positions: Tensor, kv: list[LayerKV], batch: AttentionBatch) -> Tensor:
+        """See `Ops.run`. With few tokens Python takes longer over a layer's calls than the kernels do, so it makes them once."""
+        count = len(token_ids)
+        if count > RECORDED_TOKENS:
+            return forward(token_ids, positions, kv, batch)
+        if count not in self._recordings:
+            return self._record(forward, token_ids.clone(), positions.clone(), kv, batch)
+        recording = self._recordings[count]
+        if recording is None:
+            return forward(token_ids, positions, kv, batch)
+        recording.token_ids.copy_(token_ids)
+        recording.positions.copy_(positions)
+        recording.native.run([_plan(batch, kv[0], heads, window) for _, window, heads in recording.plans])
+        return recording.hidden
+
+    def _record(self, forward: Forward, token_ids: Tensor, positions: Tensor, kv: list[LayerKV], batch: AttentionBatch) -> Tensor:
+        native, self._made = _native.Recording(), []
+        self._native.record(native)
+        try:
+            with _OnlyViews() as foreign:
+                hidden = forward(token_ids, positions, kv, batch)
+        finally:
+            self._native.record(None)
+            made, self._made = self._made, None
+        whole = not foreign.operators
+        plans = [name for name in batch.prepared if name[0] == "native"]
+        self._recordings[len(token_ids)] = _Recording(native, token_ids, positions, hidden, made, plans) if whole else None
+        return hidden
+
+    def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Room for a result; what is recorded stays where it is."""
+        out = torch.empty(shape, dtype=dtype)
+        if self._made is not None:
+            self._made.append(out)
+        return out
 
     def matrix(self, weight: Tensor | Grouped) -> Matrix:
         if isinstance(weight, Grouped):
@@ -60,14 +105,14 @@ class CpuOps(ReferenceOps):
 
     def embedding(self, ids: Tensor, weight: Matrix, dtype: torch.dtype) -> Tensor:
         ids = ids.contiguous()
-        out = torch.empty(len(ids), weight.shape[1], dtype=dtype)
+        out = self._empty(len(ids), weight.shape[1], dtype=dtype)
         self._native.embedding(weight, ids.data_ptr(), len(ids), out.data_ptr(), _IS_BFLOAT16[dtype])
         return out
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         dtype = dtype or x.dtype
         x = _by_token(x)
-        out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype)
+        out = self._empty(x.shape[0], weight.shape[0], dtype=dtype)
         self._native.linear(
             weight, x.data_ptr(), x.stride(0), _IS_BFLOAT16[x.dtype], x.shape[0], _address(bias), out.data_ptr(), _IS_BFLOAT16[dtype]
         )
@@ -80,10 +125,10 @@ class CpuOps(ReferenceOps):
         x = _by_token(x)
         tokens, size = x.shape[0], x.shape[-1]
         heads = x.shape[1] if x.dim() == 3 else 1
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = self._empty(*x.shape, dtype=x.dtype)
         total, residual_address = x, 0
         if residual is not None:
-            residual, total = residual.contiguous(), torch.empty_like(out)
+            residual, total = residual.contiguous(), self._empty(*x.shape, dtype=x.dtype)
             residual_address = residual.data_ptr()
         weight = weight.contiguous()
         self._native.rms_norm(
@@ -107,7 +152,7 @@ class CpuOps(ReferenceOps):
             return super().silu_and_mul(gate_up)
         gate_up = _by_token(gate_up)
         tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty(tokens, size, dtype=gate_up.dtype)
+        out = self._empty(tokens, size, dtype=gate_up.dtype)
         self._native.silu_and_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), is_bfloat16, tokens, size)
         return out
 
@@ -131,7 +176,7 @@ class CpuOps(ReferenceOps):
             plan = batch.prepared[name] = _plan(batch, kv, query.shape[1], window)
         query, key, value = _by_token(query), _by_token(key.to(query.dtype)), _by_token(value.to(query.dtype))
         cos, sin = rotation[0].contiguous(), rotation[1].contiguous()
-        out = torch.empty(query.shape, dtype=query.dtype)
+        out = self._empty(*query.shape, dtype=query.dtype)
         self._native.paged_attention(
             plan,
             query.data_ptr(),
@@ -150,6 +195,32 @@ class CpuOps(ReferenceOps):
             scale,
         )
         return out
+
+
+@dataclass
+class _Recording:
+    """A forward pass of so many tokens. made: the memory between its calls. plans: what its attention plans are for."""
+
+    native: _native.Recording
+    token_ids: Tensor
+    positions: Tensor
+    hidden: Tensor
+    made: list[Tensor]
+    plans: list[Any]
+
+
+class _OnlyViews(TorchDispatchMode):
+    """Notes torch's operators that compute something: a recording would leave them out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returns = func._schema.returns
+        if not func.name().startswith("aten::empty") and not (returns and all(r.alias_info and not r.alias_info.is_write for r in returns)):
+            self.operators.add(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 def _address(x: Tensor | None) -> int:

@@ -6,6 +6,7 @@ against `reference.py` by one conformance suite.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -73,10 +74,19 @@ class AttentionBatch:
     prepared: dict[Any, Any]
 
 
+Forward: TypeAlias = Callable[[Tensor, Tensor, list[LayerKV], AttentionBatch], Tensor]
+
+
 class Ops(Protocol):
     """Operators of one backend on one device. Results of a token never depend on the other tokens of the call."""
 
     device: torch.device
+
+    def run(self, forward: Forward, token_ids: Tensor, positions: Tensor, kv: list[LayerKV], batch: AttentionBatch) -> Tensor:
+        """Call a model's `forward`, or do again what it did on an earlier call with as many tokens.
+
+        The result may be overwritten by the next call. `forward` is the same in every call, and so is `kv`.
+        """
 
     def matrix(self, weight: Tensor | Grouped) -> Matrix:
         """Take a weight [N, K] over, in whatever layout suits its products; it need not be kept elsewhere."""

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from octavo.ops.interface import AttentionBatch, BlockShape, LayerKV, Matrix
+from octavo.ops.interface import AttentionBatch, BlockShape, Forward, LayerKV, Matrix
 from octavo.quantization import GROUP, Grouped
 
 PRODUCT_ROWS = 32
@@ -44,6 +44,9 @@ class ReferenceOps:
         # oneDNN's AVX-512 bf16 products give a row the same bits at every row count above one; its AMX ones do not.
         amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)()
         self._invariant = {torch.bfloat16} if device.type == "cpu" and not amx else set()
+
+    def run(self, forward: Forward, token_ids: Tensor, positions: Tensor, kv: list[LayerKV], batch: AttentionBatch) -> Tensor:
+        return forward(token_ids, positions, kv, batch)
 
     def matrix(self, weight: Tensor | Grouped) -> Matrix:
         if isinstance(weight, Grouped):

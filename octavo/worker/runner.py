@@ -126,8 +126,7 @@ class Runner:
     def forward(self, rows: list[Row]) -> Tensor:
         """Compute prepared rows, storing their keys and values -> the last layer's hidden states [T, hidden_size], in row order."""
         inputs = batch.build(rows, self._slots, self._block_size, self.device)
-        hidden: Tensor = self.model.forward(inputs.token_ids, inputs.positions, self._kv.layers, inputs.attention)
-        return hidden
+        return self._ops.run(self.model.forward, inputs.token_ids, inputs.positions, self._kv.layers, inputs.attention)
 
     @torch.inference_mode()
     def _run(self, rows: list[Row]) -> list[RowResult]:
