@@ -233,15 +233,21 @@ private:
         const int group = call.group, words = call.dim / PACK<T>, query = first * group, queries = (end - first) * group;
         float* scores = scratch.scores + int64_t(query) * TILE;
         uint32_t* weights = scratch.weights + int64_t(query) * (TILE / PACK<T>);
-        if (!next.held.empty()) reader.fetch(next, 0, 2);
-        product<T>(ScoreProduct{scratch.queries + int64_t(query) * words, words, tile.keys, scores}, queries, first_panel * PANEL, end_panel * PANEL);
+        const uint32_t *keys_ahead[PANELS], *values_ahead[PANELS];
+        for (int panel = 0; panel < PANELS; panel++) {
+            const bool comes = next.holds(panel) && call.block_shift >= PANEL_SHIFT;
+            keys_ahead[panel] = comes ? next.keys[panel] : tile.keys[panel];
+            values_ahead[panel] = comes ? next.values[panel] : tile.values[panel];
+            if (comes && !tile.holds(panel)) reader.fetch(next, panel);
+        }
+        product<T>(ScoreProduct{scratch.queries + int64_t(query) * words, words, tile.keys, keys_ahead, scores}, queries, first_panel * PANEL,
+                   end_panel * PANEL);
         for (int i = 0; i < queries; i++) {
             Range part = held.cut(visible(call, piece.position + first + i / group));
             weigh_query(tile, query + i, int(part.from - start), int(part.to - start));
         }
-        if (!next.held.empty()) reader.fetch(next, 1, 2);
         float* sums = scratch.span + query * state_floats + 2 * LANES;
-        product<T>(ValueProduct{weights, tile.values, first_panel, end_panel, padded, sums, state_floats, scratch.weight_scales + query}, queries, 0,
+        product<T>(ValueProduct{weights, tile.values, values_ahead, first_panel, end_panel, padded, sums, state_floats, scratch.weight_scales + query}, queries, 0,
                    padded);
     }
 

@@ -18,7 +18,7 @@ constexpr int PACK = 4 / sizeof(T);
 template <class T>
 constexpr bool IS_INT8 = sizeof(T) == 1;
 
-constexpr int PANELS = TILE / PANEL;
+constexpr int PANELS = TILE / PANEL, PANEL_SHIFT = 4;
 
 // One token's head [dim], its first 2 * half features rotated, each result rounded as memory of its type would.
 template <class T>
@@ -46,11 +46,14 @@ static float int8_scale(const float* x, int size) {
 OCTAVO_INLINE float inverse(float scale) { return scale > 0 ? 1 / scale : 0.0f; }
 
 // [dim] floats -> int8, plus `bias`.
-static void to_bytes(const float* x, int size, float scale, int bias, uint8_t* out) {
+OCTAVO_INLINE void to_bytes(const float* x, int size, float scale, int bias, uint8_t* out) {
     const Floats factor = broadcast(inverse(scale));
     in_vectors(size, [&](int i, int count) {
         Bytes bytes = __builtin_convertvector(nearest(load_some(x + i, count) * factor) + bias, Bytes);
-        memcpy(out + i, &bytes, count);
+        if (count == LANES)
+            memcpy(out + i, &bytes, LANES);
+        else
+            memcpy(out + i, &bytes, count);
     });
 }
 
@@ -145,6 +148,7 @@ struct Tile {
 
     int first_panel() const { return int(held.from - start) / PANEL; }
     int end_panel() const { return int(held.to - start + PANEL - 1) / PANEL; }
+    bool holds(int panel) const { return !held.empty() && panel >= first_panel() && panel < end_panel(); }
 };
 
 // Copies of panels whose memory is laid out otherwise: of blocks smaller than a panel, or heads that fill no whole vectors.
@@ -198,15 +202,12 @@ public:
         }
     }
 
-    // Fetch to the cache part `part` of `parts` of a tile that lies in place.
-    void fetch(const Tile& tile, int part, int parts) const {
-        if (block_size < PANEL) return;
-        const int lines = int(key_words() / 16);
-        for (int panel = tile.first_panel(); panel < tile.end_panel(); panel++)
-            for (int line = lines * part / parts; line < lines * (part + 1) / parts; line++) {
-                __builtin_prefetch(tile.keys[panel] + line * 16, 0, 2);
-                __builtin_prefetch(tile.values[panel] + line * 16, 0, 2);
-            }
+    // Fetch a panel that lies in place to the cache.
+    void fetch(const Tile& tile, int panel) const {
+        for (int64_t at = 0; at < key_words(); at += 16) {
+            __builtin_prefetch(tile.keys[panel] + at, 0, 2);
+            __builtin_prefetch(tile.values[panel] + at, 0, 2);
+        }
     }
 
 private:

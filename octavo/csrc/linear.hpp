@@ -23,6 +23,9 @@ constexpr int PANEL_VECTORS = PANEL / LANES, WORD = 4, STEP = PANEL * WORD;
 // From this many rows on it pays to unpack a grouped weight before it is used.
 constexpr int WORTH_UNPACKING = 3 * GROUPED_ROWS;
 
+// Up to this many rows the panels of a weight are fetched ahead of their use, and more of them are summed at once.
+constexpr int FEW_ROWS = 4, FEW_ROWS_PANELS = 2 * TILE_PANELS;
+
 #define OCTAVO_UNROLL _Pragma("GCC unroll 32")
 
 // Calls apply with `count`, at most MOST, as a constant.
@@ -93,14 +96,21 @@ __attribute__((noinline)) static void dense_tile(const LinearCall& call, const A
     put(call, row, panel, sum);
 }
 
-template <class Step>
-static void multiply_dense(const LinearCall& call, const Activations& x, int64_t first_panel, int64_t end_panel) {
-    for (int64_t panel = first_panel; panel < end_panel; panel += TILE_PANELS)
-        with_constant<TILE_PANELS>(end_panel - panel, [&](auto panels) {
-            in_tiles<DENSE_ROWS>(x.first, x.end, [&](int64_t row, auto rows) {
+template <class Step, int ROWS, int PANELS>
+static void multiply_dense_tiles(const LinearCall& call, const Activations& x, int64_t first_panel, int64_t end_panel) {
+    for (int64_t panel = first_panel; panel < end_panel; panel += PANELS)
+        with_constant<PANELS>(end_panel - panel, [&](auto panels) {
+            in_tiles<ROWS>(x.first, x.end, [&](int64_t row, auto rows) {
                 dense_tile<Step, rows.value, panels.value>(call, x, row, panel);
             });
         });
+}
+
+template <class Step>
+static void multiply_dense(const LinearCall& call, const Activations& x, int64_t first_panel, int64_t end_panel) {
+    const bool few = x.end - x.first <= FEW_ROWS;
+    if (few) multiply_dense_tiles<Step, FEW_ROWS, FEW_ROWS_PANELS>(call, x, first_panel, end_panel);
+    else multiply_dense_tiles<Step, DENSE_ROWS, TILE_PANELS>(call, x, first_panel, end_panel);
 }
 
 // A group of a row, rounded to codes * scale, and its part in what a weight's zero or minimum adds.
@@ -121,9 +131,15 @@ struct GroupedPanel {
     const Scale* minimums;
 };
 
-template <class Scale, int WIDTH>
-OCTAVO_INLINE Floats load_scale(const Scale* const (&scales)[WIDTH], int w, int64_t group) {
-    return load(scales[w / PANEL_VECTORS] + group * PANEL + w % PANEL_VECTORS * LANES);
+// Few rows wait for memory, and a panel is too short for the processor to see where it will read next.
+template <int STEPS, int PANELS, class Scale>
+OCTAVO_INLINE void fetch_ahead(const GroupedPanel<Scale>* weight, int64_t group, int64_t distance) {
+    for (int p = 0; p < PANELS; p++) {
+        OCTAVO_UNROLL
+        for (int step = 0; step < STEPS; step++) __builtin_prefetch(weight[p].words + (group * STEPS + step) * STEP + distance);
+        __builtin_prefetch(reinterpret_cast<const char*>(weight[p].scales + group * PANEL) + distance);
+        __builtin_prefetch(reinterpret_cast<const char*>(weight[p].minimums + group * PANEL) + distance);
+    }
 }
 
 template <bool NIBBLES, bool MINIMUMS, class Scale, int ROWS, int PANELS>
@@ -135,6 +151,7 @@ __attribute__((noinline)) static void grouped_tile(const LinearCall& call, const
     Floats out[ROWS][WIDTH] = {};
     for (int64_t group = 0; group < groups; group++) {
         auto rows = [&](int r) { return reinterpret_cast<const ActivationGroup*>(left + r * x.stride) + group; };
+        if constexpr (ROWS <= FEW_ROWS) fetch_ahead<STEPS, PANELS>(weight, group, PANELS * call.matrix->panel_bytes());
         Ints sum[ROWS][WIDTH];
         OCTAVO_UNROLL
         for (int r = 0; r < ROWS; r++)

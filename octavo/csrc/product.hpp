@@ -1,6 +1,8 @@
 // The matrix products of attention: scores are queries by keys, results are weights by values.
 #pragma once
 
+#include <type_traits>
+
 #include "cache.hpp"
 
 namespace octavo::OCTAVO_ISA {
@@ -31,6 +33,8 @@ struct Arithmetic<int8_t> {
     OCTAVO_INLINE Ints weigh(Words weight, Words value, Ints sum) { return dot_bytes(weight, value, sum); }
 };
 
+// While a product runs, each line that it reads has its counterpart `ahead` fetched to the cache: a burst of fetches would stall.
+
 // Each element of a product is one chain of additions, so that its value is the same whichever rows and columns are computed beside it.
 
 // queries [rows][words]. out [rows][TILE]: sums, still integers where T is int8.
@@ -38,19 +42,28 @@ struct ScoreProduct {
     const uint32_t* queries;
     int words;
     const uint32_t* const* panels;
+    const uint32_t* const* ahead;
     float* out;
 };
 
-template <class T, int ROWS, int WIDTH>
+template <class T, int ROWS, int WIDTH, bool FETCHES>
 static void multiply(const ScoreProduct& p, int row, int column) {
     using Sum = typename Arithmetic<T>::Sum;
     const uint32_t* queries = p.queries + int64_t(row) * p.words;
     const uint32_t* keys[WIDTH];
-    for (int w = 0; w < WIDTH; w++) keys[w] = p.panels[(column + w * LANES) / PANEL] + (column + w * LANES) % PANEL;
+    ptrdiff_t ahead[WIDTH];
+    for (int w = 0; w < WIDTH; w++) {
+        const int panel = (column + w * LANES) / PANEL;
+        keys[w] = p.panels[panel] + (column + w * LANES) % PANEL;
+        ahead[w] = p.ahead[panel] - p.panels[panel];
+    }
     Sum sum[ROWS][WIDTH] = {};
     for (int k = 0; k < p.words; k++) {
         Words right[WIDTH];
-        for (int w = 0; w < WIDTH; w++) right[w] = load_words(keys[w] + k * PANEL);
+        for (int w = 0; w < WIDTH; w++) {
+            right[w] = load_words(keys[w] + k * PANEL);
+            if constexpr (FETCHES) __builtin_prefetch(keys[w] + k * PANEL + ahead[w], 0, 2);
+        }
         for (int r = 0; r < ROWS; r++) {
             Words left = broadcast_word(queries + r * p.words + k);
             for (int w = 0; w < WIDTH; w++) sum[r][w] = Arithmetic<T>::score(left, right[w], sum[r][w]);
@@ -65,13 +78,14 @@ static void multiply(const ScoreProduct& p, int row, int column) {
 struct ValueProduct {
     const uint32_t* weights;
     const uint32_t* const* panels;
+    const uint32_t* const* ahead;
     int first, end, padded;
     float* out;
     int64_t out_stride;
     const float* scales;
 };
 
-template <class T, int ROWS, int WIDTH>
+template <class T, int ROWS, int WIDTH, bool FETCHES>
 static void multiply(const ValueProduct& p, int row, int column) {
     using Sum = typename Arithmetic<T>::Sum;
     constexpr int WORDS = PANEL / PACK<T>, STRIDE = TILE / PACK<T>;
@@ -83,9 +97,14 @@ static void multiply(const ValueProduct& p, int row, int column) {
     for (int panel = p.first; panel < p.end; panel++) {
         const uint32_t* weights = p.weights + int64_t(row) * STRIDE + panel * WORDS;
         const uint32_t* values = p.panels[panel] + column;
+        const ptrdiff_t ahead = p.ahead[panel] - p.panels[panel];
         for (int k = 0; k < WORDS; k++) {
             Words right[WIDTH];
-            for (int w = 0; w < WIDTH; w++) right[w] = load_words(values + int64_t(k) * p.padded + w * LANES);
+            for (int w = 0; w < WIDTH; w++) {
+                const uint32_t* at = values + int64_t(k) * p.padded + w * LANES;
+                right[w] = load_words(at);
+                if constexpr (FETCHES) __builtin_prefetch(at + ahead, 0, 2);
+            }
             for (int r = 0; r < ROWS; r++) {
                 Words left = broadcast_word(weights + r * STRIDE + k);
                 for (int w = 0; w < WIDTH; w++) sum[r][w] = Arithmetic<T>::weigh(left, right[w], sum[r][w]);
@@ -104,12 +123,16 @@ static void multiply(const ValueProduct& p, int row, int column) {
 
 template <class T, int ROWS, class P>
 static void multiply_rows(const P& p, int row, int column, int width) {
-    switch (width) {
-        case 1: return multiply<T, ROWS, 1>(p, row, column);
-        case 2: return multiply<T, ROWS, 2>(p, row, column);
-        case 3: return multiply<T, ROWS, 3>(p, row, column);
-        default: return multiply<T, ROWS, 4>(p, row, column);
-    }
+    auto run = [&](auto fetches) {
+        constexpr bool FETCHES = decltype(fetches)::value;
+        switch (width) {
+            case 1: return multiply<T, ROWS, 1, FETCHES>(p, row, column);
+            case 2: return multiply<T, ROWS, 2, FETCHES>(p, row, column);
+            case 3: return multiply<T, ROWS, 3, FETCHES>(p, row, column);
+            default: return multiply<T, ROWS, 4, FETCHES>(p, row, column);
+        }
+    };
+    row == 0 ? run(std::true_type{}) : run(std::false_type{});
 }
 
 // Columns [first, end), whole vectors, of `rows` rows.

@@ -1,5 +1,7 @@
 #include "products.hpp"
 
+#include <omp.h>
+
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -15,7 +17,7 @@ constexpr int64_t WORTH_SHARING = 65536;
 constexpr int64_t ROWS_PREPARED_BY_ALL = 8;
 // Rows that go through a panel one after another: it stays in the nearest cache, they in the next.
 constexpr int64_t ROWS_TOGETHER = 192;
-// Panels that a thread takes at a time.
+// Threads share the panels in stretches that are multiples of this.
 constexpr int64_t PANELS_TOGETHER = 2;
 
 static char* take(Buffer& buffer, size_t bytes) { return reinterpret_cast<char*>(buffer.take((bytes + 3) / 4)); }
@@ -44,11 +46,15 @@ void linear(const Kernels& kernels, const LinearCall& call) {
             at = own;
             stride = row_bytes;
         }
-#pragma omp for schedule(static) nowait
-        for (int64_t item = 0; item < blocks * units; item++) {
-            const int64_t first = item / units * ROWS_TOGETHER, panel = item % units * PANELS_TOGETHER;
-            const Activations block{at + first * stride, stride, first, std::min(rows, first + ROWS_TOGETHER)};
-            kernels.multiply(call, block, panel, std::min(matrix.panels(), panel + PANELS_TOGETHER), scratch);
+        // A thread's items that share their rows are one stretch of panels.
+        const int64_t items = blocks * units, thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        const int64_t end = items * (thread + 1) / threads;
+        for (int64_t item = items * thread / threads, next; item < end; item = next) {
+            const int64_t block = item / units, first = block * ROWS_TOGETHER;
+            next = std::min(end, (block + 1) * units);
+            const Activations part{at + first * stride, stride, first, std::min(rows, first + ROWS_TOGETHER)};
+            const int64_t first_panel = (item - block * units) * PANELS_TOGETHER, end_panel = (next - block * units) * PANELS_TOGETHER;
+            kernels.multiply(call, part, first_panel, std::min(matrix.panels(), end_panel), scratch);
         }
     }
 }
