@@ -23,9 +23,10 @@ soak: $(VENV)/.test ## the long tests too
 check: $(VENV)/.test ## style, types, law of imports, size of the heart
 	$(BIN)/python scripts/check
 
-bench: install ## workload, start time, cost of the core
+bench: install ## throughput, latency, start time, cost of the core
 	$(BIN)/octavo pull smollm2-135m
-	$(BIN)/python -m octavo.bench.workload
+	$(BIN)/octavo bench throughput --max-batch-size 64
+	$(BIN)/octavo bench latency
 	$(BIN)/python -m octavo.bench.start
 	$(BIN)/python -m octavo.bench.core
 

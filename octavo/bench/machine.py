@@ -142,13 +142,12 @@ def model_size(llm: LLM, checkpoint: Checkpoint) -> ModelSize:
 
 
 def held_bytes(runner: Any) -> int:
-    """Bytes of all tensors and arrays that a worker's model reaches, each memory counted once; its KV memory left out."""
+    """Bytes of all tensors, arrays and packed matrices that a worker's model reaches, each memory counted once; its KV memory left out."""
     return sum(_memories(getattr(runner, "model", None)).values())
 
 
 def _memories(root: Any) -> dict[int, int]:
-    """Bytes by address, over attributes and containers of this package's objects."""
-    import numpy as np
+    """Bytes of each, over attributes and containers of this package's objects."""
     import torch
 
     found: dict[int, int] = {}
@@ -159,13 +158,10 @@ def _memories(root: Any) -> dict[int, int]:
         if id(one) in seen:
             continue
         seen.add(id(one))
-        if isinstance(one, torch.Tensor):
-            if not one.is_mkldnn:
-                found[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
-            else:
-                found[id(one)] = one.numel() * one.element_size()
-        elif isinstance(one, np.ndarray):
-            found[one.ctypes.data] = one.nbytes
+        if isinstance(one, torch.Tensor) and not one.is_mkldnn:
+            found[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        elif isinstance(size := getattr(one, "nbytes", None), int):
+            found[id(one)] = size
         elif isinstance(one, dict):
             stack += one.values()
         elif isinstance(one, list | tuple | set):

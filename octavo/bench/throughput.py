@@ -399,7 +399,7 @@ def _legend(report: Report) -> Iterator[str]:
         yield (
             f"Achieved: bytes of weights and KV memory that the steps need, and operations of their matrix products without attention, a "
             f"second; beside what one loop reaches here now: {reads:.1f} GB/s ({report.ceilings.read_how}) and {products:,.0f} GFLOP/s "
-            f"({report.ceilings.product_how})."
+            f"({report.ceilings.product_how}). Products of quantized weights are of integers, and may pass 100%."
         )
 
 

@@ -110,3 +110,36 @@ def throughput(
         json=json,
         out=out,
     )
+
+
+@bench.command()
+@with_flags()
+def latency(
+    config: EngineConfig,
+    model: Model = DEFAULT_MODEL,
+    prompt_lengths: Annotated[str, typer.Option(metavar="N,N,...", help="prompts whose first token is timed")] = "128,512,2048",
+    context_lengths: Annotated[str, typer.Option(metavar="N,N,...", help="contexts after which decoding is timed")] = "128,512,2048",
+    output_tokens: Annotated[int, typer.Option(metavar="N", help="tokens generated after each context")] = 128,
+    repeats: Repeats = 5,
+    warm_up: WarmUp = True,
+    profile: Annotated[bool, typer.Option("--profile", help="Show where the time of a decode step goes.")] = False,
+    sequences: Annotated[int, typer.Option(metavar="N", help="profile a step of so many sequences, beside a step of one")] = 64,
+    json: Json = None,
+    out: Out = None,
+) -> None:
+    """Time to first token and decode speed of one request at a time, over lengths; empty lengths leave a part out."""
+    from octavo.bench.latency import run
+
+    run(
+        model,
+        config,
+        prompt_lengths=prompt_lengths,
+        context_lengths=context_lengths,
+        output_tokens=output_tokens,
+        repeats=repeats,
+        warm_up=warm_up,
+        profile=profile,
+        sequences=sequences,
+        json=json,
+        out=out,
+    )

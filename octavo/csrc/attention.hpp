@@ -106,8 +106,9 @@ static float weigh_bytes(const float* scores, const float* const* scales, int fi
         top = larger(each, top);
     }
     float peak = largest(top);
-    to_bytes(scaled + first, end - first, peak / 255.0f, 0, reinterpret_cast<uint8_t*>(weights) + first);
-    return peak / 255.0f;
+    // Next to nothing counts as nothing: its inverse could be infinite.
+    to_bytes(scaled + first, end - first, peak > 1e-30f ? 255.0f / peak : 0.0f, 0, reinterpret_cast<uint8_t*>(weights) + first);
+    return peak * (1.0f / 255.0f);
 }
 
 // Add what `part` saw to `whole`.
@@ -193,7 +194,7 @@ private:
             scratch.corrections[query] = 0;
             if constexpr (IS_INT8<T>) {
                 float scale = int8_scale(rotated, call.dim);
-                to_bytes(rotated, call.dim, scale, 0, reinterpret_cast<uint8_t*>(to));
+                to_bytes(rotated, call.dim, inverse(scale), 0, reinterpret_cast<uint8_t*>(to));
                 int sum = 0;
                 for (int i = 0; i < call.dim; i++) sum += to[i];
                 scratch.query_scales[query] = scale * call.scale;
@@ -239,6 +240,7 @@ private:
             keys_ahead[panel] = comes ? next.keys[panel] : tile.keys[panel];
             values_ahead[panel] = comes ? next.values[panel] : tile.values[panel];
             if (comes && !tile.holds(panel)) reader.fetch(next, panel);
+            if (comes && IS_INT8<T>) reader.fetch_scales(next, panel);
         }
         product<T>(ScoreProduct{scratch.queries + int64_t(query) * words, words, tile.keys, keys_ahead, scores}, queries, first_panel * PANEL,
                    end_panel * PANEL);

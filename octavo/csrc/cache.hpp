@@ -45,11 +45,10 @@ static float int8_scale(const float* x, int size) {
 
 OCTAVO_INLINE float inverse(float scale) { return scale > 0 ? 1 / scale : 0.0f; }
 
-// [dim] floats -> int8, plus `bias`.
-OCTAVO_INLINE void to_bytes(const float* x, int size, float scale, int bias, uint8_t* out) {
-    const Floats factor = broadcast(inverse(scale));
+// [size] floats, times `factor`, to the nearest whole numbers, plus `bias`.
+OCTAVO_INLINE void to_bytes(const float* x, int size, float factor, int bias, uint8_t* out) {
     in_vectors(size, [&](int i, int count) {
-        Bytes bytes = __builtin_convertvector(nearest(load_some(x + i, count) * factor) + bias, Bytes);
+        Bytes bytes = __builtin_convertvector(nearest(load_some(x + i, count) * broadcast(factor)) + bias, Bytes);
         if (count == LANES)
             memcpy(out + i, &bytes, LANES);
         else
@@ -73,7 +72,7 @@ static void put(const AttentionCall& call, const float* x, float scale, char* he
     const int dim = call.dim, block_size = 1 << call.block_shift;
     alignas(64) T row[MAX_DIM];
     if constexpr (IS_INT8<T>) {
-        to_bytes(x, dim, scale, key ? 128 : 0, reinterpret_cast<uint8_t*>(row));
+        to_bytes(x, dim, inverse(scale), key ? 128 : 0, reinterpret_cast<uint8_t*>(row));
         scales_of(call, head)[offset] = scale;
     } else {
         in_vectors(dim, [&](int i, int count) { store_some(row + i, load_some(x + i, count), count); });
@@ -208,6 +207,11 @@ public:
             __builtin_prefetch(tile.keys[panel] + at, 0, 2);
             __builtin_prefetch(tile.values[panel] + at, 0, 2);
         }
+    }
+
+    void fetch_scales(const Tile& tile, int panel) const {
+        __builtin_prefetch(tile.key_scales[panel], 0, 2);
+        __builtin_prefetch(tile.value_scales[panel], 0, 2);
     }
 
 private:

@@ -4,10 +4,10 @@ import inspect
 
 import pytest
 
-from octavo.bench import memory, throughput
+from octavo.bench import latency, memory, throughput
 from octavo.config import EngineConfig
 
-SIGNATURES = {module: inspect.signature(module.run) for module in (memory, throughput)}
+SIGNATURES = {module: inspect.signature(module.run) for module in (latency, memory, throughput)}
 
 
 def noted(monkeypatch, module):
@@ -122,7 +122,40 @@ def test_throughput_refuses_in_one_line(octavo, words, sentence):
     assert result.stderr.count("\n") == 1
 
 
+def test_latency_takes_engine_settings_and_its_own(octavo, monkeypatch):
+    calls = noted(monkeypatch, latency)
+    assert octavo("bench", "latency").exit_code == 0
+    assert calls.pop() == defaults(latency) | {"model": "smollm2-135m", "config": EngineConfig()}
+    words = (
+        "a-model --prompt-lengths 1,2 --context-lengths 3 --output-tokens 4 --repeats 5 --no-warm-up --profile --sequences 6 "
+        "--json - --out picture.png --prefill-chunk-size null"
+    )
+    result = octavo("bench", "latency", *words.split())
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert calls == [
+        {
+            "model": "a-model",
+            "config": EngineConfig.create(prefill_chunk_size=None),
+            "prompt_lengths": "1,2",
+            "context_lengths": "3",
+            "output_tokens": 4,
+            "repeats": 5,
+            "warm_up": False,
+            "profile": True,
+            "sequences": 6,
+            "json": "-",
+            "out": "picture.png",
+        }
+    ]
+
+
+def test_latency_refuses_in_one_line(octavo):
+    result = octavo("bench", "latency", "--prompt-lengths", "few")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "octavo: error: prompt_lengths: 'few'; allowed: whole numbers from 1 with commas between them\n"
+
+
 def test_help_names_the_commands(octavo):
-    assert all(f" {name} " in octavo("bench", "--help").stdout for name in ("memory", "throughput"))
+    assert all(f" {name} " in octavo("bench", "--help").stdout for name in ("memory", "throughput", "latency"))
     lines = octavo("--help").stdout
     assert all(f" {name} " in lines for name in ("pull", "list", "rm", "generate", "chat", "advise", "config", "bench"))
