@@ -63,8 +63,24 @@ static void rescale(float* state, int padded, float peak) {
     for (int i = 0; i < LANES + padded; i += LANES) store(state + LANES + i, load(state + LANES + i) * factor);
 }
 
+// e^x for x <= 0, as exact as weights of T can be.
+template <class T>
+OCTAVO_INLINE Floats weight_of(Floats x) {
+    if constexpr (sizeof(T) == sizeof(float))
+        return exponential(x);
+    else
+        return exponential_to_4_digits(x);
+}
+
 template <class T>
 OCTAVO_INLINE void store_weights(uint32_t* to, int column, Floats weight) {
+#ifdef __AVX512BF16__
+    if constexpr (sizeof(T) == sizeof(Bfloat16)) {
+        __m256bh narrow = _mm512_cvtneps_pbh((__m512)weight);
+        memcpy(reinterpret_cast<T*>(to) + column, &narrow, sizeof narrow);
+        return;
+    }
+#endif
     store(reinterpret_cast<T*>(to) + column, weight);
 }
 
@@ -84,7 +100,7 @@ static void weigh(float* scores, int first, int end, int from, int to, float sca
     if (peak > state[0]) rescale(state, padded, peak);
     Floats base = broadcast(state[0]), sum = load(state + LANES);
     for (int column = first; column < end; column += LANES) {
-        Floats weight = exponential(load(scores + column) - base);
+        Floats weight = weight_of<T>(load(scores + column) - base);
         if constexpr (IS_INT8<T>)
             store(scores + column, weight);
         else

@@ -100,6 +100,14 @@ struct Activations {
     int64_t stride, first, end;
 };
 
+// x [rows, size] -> each row's largest value, NaN where it holds one, and the first place it stands at.
+struct ArgmaxCall {
+    const float* x;
+    int64_t stride, size;
+    float* peaks;
+    int64_t* places;
+};
+
 // ids [tokens] -> out [tokens, inputs].
 struct EmbeddingCall {
     const Matrix* matrix;
@@ -119,6 +127,7 @@ struct Kernels {
     void (*merge)(const AttentionCall&, const Piece&, float* scratch, const float* workspace);
     void (*rms_norm)(const NormCall&, int64_t token);
     void (*silu_and_mul)(const GateCall&, int64_t token);
+    void (*argmax)(const ArgmaxCall&, int64_t row);
     // Bytes of a row as the products read it; 0 where x is read as it is.
     size_t (*prepared_bytes)(const LinearCall&);
     void (*prepare)(const LinearCall&, int64_t row, char* to);

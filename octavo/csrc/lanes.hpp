@@ -179,16 +179,20 @@ OCTAVO_INLINE float total(Floats x) {
     return lanes[0];
 }
 
+// 0, 1, 2, ...
+OCTAVO_INLINE Ints first_lanes() {
+#if defined(__AVX512F__)
+    return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif defined(__AVX2__)
+    return Ints{0, 1, 2, 3, 4, 5, 6, 7};
+#else
+    return Ints{0, 1, 2, 3};
+#endif
+}
+
 // x in lanes whose column is in [from, to), `other` elsewhere; the first lane is `column`.
 OCTAVO_INLINE Floats within(Floats x, int column, int from, int to, float other) {
-#if defined(__AVX512F__)
-    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-#elif defined(__AVX2__)
-    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7};
-#else
-    const Ints lane = {0, 1, 2, 3};
-#endif
-    Ints at = lane + column;
+    Ints at = first_lanes() + column;
     return ((at >= from) & (at < to)) ? x : broadcast(other);
 }
 
@@ -210,6 +214,30 @@ OCTAVO_INLINE Floats exponential(Floats x) {
     p = fused(p, r, broadcast(1.0f));
     Floats power = (Floats)((((Ints)shifted - (Ints)magic) + 127) << 23);
     return x < broadcast(-87.0f) ? Floats{} : p * power;
+}
+
+// e^x for x <= 0 within 0.005%, 0 where that would be subnormal, NaN for NaN. x log2 e = n + f with |f| <= 1 / 2, and 2^f by its series.
+OCTAVO_INLINE Floats exponential_to_4_digits(Floats x) {
+    const Floats to_base_2 = broadcast(1.44269504f);
+#ifdef __AVX512F__
+    Floats n = (Floats)_mm512_roundscale_ps((__m512)(x * to_base_2), 0);
+#else
+    const Floats magic = broadcast(12582912.0f);  // as above
+    Floats shifted = fused(x, to_base_2, magic);
+    Floats n = shifted - magic;
+#endif
+    Floats f = fused(x, to_base_2, -n);
+    Floats p = broadcast(9.618129e-3f);
+    p = fused(p, f, broadcast(5.5504109e-2f));
+    p = fused(p, f, broadcast(2.4022651e-1f));
+    p = fused(p, f, broadcast(6.9314718e-1f));
+    p = fused(p, f, broadcast(1.0f));
+#ifdef __AVX512F__
+    Floats y = (Floats)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    Floats y = p * (Floats)((((Ints)shifted - (Ints)magic) + 127) << 23);
+#endif
+    return x < broadcast(-87.0f) ? Floats{} : y;
 }
 
 // Calls apply(offset, count) for each vector of `size` elements, the last perhaps shorter.

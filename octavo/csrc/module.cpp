@@ -112,6 +112,10 @@ public:
         perform([=, kernels = kernels] { octavo::embedding(*kernels, call); });
     }
 
+    void argmax(uintptr_t x, int64_t stride, int64_t rows, int64_t size, uintptr_t peaks, uintptr_t places) const {
+        by_token(kernels->argmax, ArgmaxCall{at<float>(x), stride, size, at<float>(peaks), at<int64_t>(places)}, rows, size);
+    }
+
 private:
     template <class Work>
     void perform(Work work) {
@@ -173,7 +177,8 @@ NB_MODULE(_native, m) {
         .def("rms_norm", &Backend::rms_norm, nb::call_guard<nb::gil_scoped_release>())
         .def("silu_and_mul", &Backend::silu_and_mul, nb::call_guard<nb::gil_scoped_release>())
         .def("linear", &Backend::linear, nb::call_guard<nb::gil_scoped_release>())
-        .def("embedding", &Backend::embedding, nb::call_guard<nb::gil_scoped_release>());
+        .def("embedding", &Backend::embedding, nb::call_guard<nb::gil_scoped_release>())
+        .def("argmax", &Backend::argmax, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace octavo

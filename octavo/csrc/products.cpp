@@ -17,8 +17,11 @@ constexpr int64_t WORTH_SHARING = 65536;
 constexpr int64_t ROWS_PREPARED_BY_ALL = 8;
 // Rows that go through a panel one after another: it stays in the nearest cache, they in the next.
 constexpr int64_t ROWS_TOGETHER = 192;
-// Threads share the panels in stretches that are multiples of this.
+// Panels that one thread does together.
 constexpr int64_t PANELS_TOGETHER = 2;
+
+// Rounded up, for a numerator that may be negative.
+static int64_t divided(int64_t size, int64_t by) { return size > 0 ? (size + by - 1) / by : 0; }
 
 static char* take(Buffer& buffer, size_t bytes) { return reinterpret_cast<char*>(buffer.take((bytes + 3) / 4)); }
 
@@ -28,7 +31,7 @@ void linear(const Kernels& kernels, const LinearCall& call) {
     const bool shared = row_bytes && rows > ROWS_PREPARED_BY_ALL;
     static thread_local Buffer shared_rows;
     char* prepared = shared ? take(shared_rows, rows * row_bytes) : nullptr;
-    const int64_t blocks = (rows + ROWS_TOGETHER - 1) / ROWS_TOGETHER, units = (matrix.panels() + PANELS_TOGETHER - 1) / PANELS_TOGETHER;
+    const int64_t blocks = divided(rows, ROWS_TOGETHER), units = divided(matrix.panels(), PANELS_TOGETHER);
 #pragma omp parallel if (rows * matrix.outputs() * matrix.inputs() >= WORTH_SHARING)
     {
         static thread_local Buffer own_rows, scratch_buffer;
@@ -46,15 +49,14 @@ void linear(const Kernels& kernels, const LinearCall& call) {
             at = own;
             stride = row_bytes;
         }
-        // A thread's items that share their rows are one stretch of panels.
+        // A thread takes a stretch of panels, with all blocks of rows save perhaps at its ends.
         const int64_t items = blocks * units, thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        const int64_t end = items * (thread + 1) / threads;
-        for (int64_t item = items * thread / threads, next; item < end; item = next) {
-            const int64_t block = item / units, first = block * ROWS_TOGETHER;
-            next = std::min(end, (block + 1) * units);
-            const Activations part{at + first * stride, stride, first, std::min(rows, first + ROWS_TOGETHER)};
-            const int64_t first_panel = (item - block * units) * PANELS_TOGETHER, end_panel = (next - block * units) * PANELS_TOGETHER;
-            kernels.multiply(call, part, first_panel, std::min(matrix.panels(), end_panel), scratch);
+        const int64_t from = items * thread / threads, to = items * (thread + 1) / threads;
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t first = rows * block / blocks, end = rows * (block + 1) / blocks;
+            const int64_t first_panel = divided(from - block, blocks) * PANELS_TOGETHER;
+            const int64_t end_panel = std::min(matrix.panels(), divided(to - block, blocks) * PANELS_TOGETHER);
+            if (first_panel < end_panel) kernels.multiply(call, {at + first * stride, stride, first, end}, first_panel, end_panel, scratch);
         }
     }
 }

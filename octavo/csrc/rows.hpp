@@ -51,6 +51,33 @@ static void silu_and_mul_token(const GateCall& call, int64_t token) {
     });
 }
 
+static void argmax(const ArgmaxCall& call, int64_t row) {
+    const float* x = call.x + row * call.stride;
+    Floats top = broadcast(NONE), poison = {};
+    Ints place = broadcast(0), at = first_lanes();
+    const int64_t whole = call.size / LANES * LANES;
+    for (int64_t i = 0; i < whole; i += LANES, at += LANES) {
+        Floats value = load(x + i);
+        place = value > top ? at : place;
+        top = larger(value, top);
+        poison = value == value ? poison : value;
+    }
+    float peak = NONE;
+    int64_t first = call.size;
+    bool is_number = total(poison) == 0;
+    auto meet = [&](float value, int64_t i) {
+        is_number &= value == value;
+        if (value > peak || (value == peak && i < first)) {
+            peak = value;
+            first = i;
+        }
+    };
+    for (int lane = 0; lane < LANES && whole > 0; lane++) meet(top[lane], top[lane] > NONE ? place[lane] : lane);
+    for (int64_t i = whole; i < call.size; i++) meet(x[i], i);
+    call.peaks[row] = is_number ? peak : std::numeric_limits<float>::quiet_NaN();
+    call.places[row] = first;
+}
+
 static void rms_norm(const NormCall& call, int64_t token) {
     call.type == Element::float32 ? rms_norm_token<float>(call, token) : rms_norm_token<Bfloat16>(call, token);
 }

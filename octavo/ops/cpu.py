@@ -5,6 +5,8 @@ They work in place on the memory of tensors: a call hands over addresses, so tha
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,8 @@ _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 MAX_HEAD_DIM = 256
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+
 RECORDED_TOKENS = 4
 """Steps of more tokens are not recorded: each count of tokens keeps memory of its own, for every layer."""
 
@@ -49,6 +53,7 @@ class CpuOps(ReferenceOps):
         if isa not in known:
             raise ConfigError(f"{ISA_VARIABLE}: {isa!r}; this processor runs {', '.join(known)}")
         self._native = _native.Backend(isa)
+        _keep_freed_memory()
 
         self._recordings: dict[int, _Recording | None] = {}
         self._made: list[Tensor] | None = None
@@ -156,6 +161,15 @@ class CpuOps(ReferenceOps):
         self._native.silu_and_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), is_bfloat16, tokens, size)
         return out
 
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        if logits.dtype != torch.float32:
+            return super().argmax(logits)
+        logits = _by_token(logits)
+        rows, size = logits.shape
+        peaks, places = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        self._native.argmax(logits.data_ptr(), logits.stride(0), rows, size, peaks.data_ptr(), places.data_ptr())
+        return peaks, places
+
     def paged_attention(
         self,
         query: Tensor,
@@ -195,6 +209,14 @@ class CpuOps(ReferenceOps):
             scale,
         )
         return out
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep what a step frees for the next step: pages that are given back come again empty, one fault each."""
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the most that it takes
+        mallopt(M_TRIM_THRESHOLD, 256 << 20)
 
 
 @dataclass

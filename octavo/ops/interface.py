@@ -106,6 +106,9 @@ class Ops(Protocol):
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 * I] holding gate then up -> [T, I]."""
 
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """float32 [N, V] -> each row's largest value [N], NaN where the row holds one, and the first place it stands at [N]."""
+
     def paged_attention(
         self,
         query: Tensor,

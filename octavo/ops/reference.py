@@ -87,6 +87,10 @@ class ReferenceOps:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
 
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        peaks = logits.amax(-1)
+        return peaks, (logits == peaks[:, None]).int().argmax(-1)  # torch's argmax of logits takes any of equal ones
+
     def paged_attention(
         self,
         query: Tensor,

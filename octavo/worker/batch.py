@@ -51,26 +51,26 @@ class InputBatch:
 
 def build(rows: list[Row], slots: dict[int, Slot], block_size: int, device: torch.device) -> InputBatch:
     token_ids: list[int] = []
-    targets = []
-    counts, starts = [row.count for row in rows], [row.start for row in rows]
-    ends = np.cumsum(counts)
-    positions = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
-    for row, end in zip(rows, ends.tolist(), strict=True):
-        slot = slots[row.slot]
+    positions: list[int] = []
+    targets: list[int] = []
+    for row in rows:
+        slot, start, end = slots[row.slot], row.start, row.start + row.count
         known = slot.history + row.draft_ids if row.draft_ids else slot.history
-        token_ids += known[row.start : row.start + row.count]
-        at = positions[end - row.count : end]
-        targets.append(slot.table[at // block_size])
-
-    def put(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
+        if row.count == 1:
+            token_ids.append(known[start])
+            positions.append(start)
+            targets.append(int(slot.table[start // block_size]) * block_size + start % block_size)
+        else:
+            at = np.arange(start, end)
+            token_ids += known[start:end]
+            positions += range(start, end)
+            targets += (slot.table[at // block_size] * block_size + at % block_size).tolist()
     attention = AttentionBatch(
-        counts=counts,
-        starts=starts,
+        counts=[row.count for row in rows],
+        starts=[row.start for row in rows],
         tables=[slots[row.slot].table for row in rows],
-        slots=put(np.concatenate(targets) * block_size + positions % block_size),
+        slots=torch.tensor(targets, device=device),
         block_size=block_size,
         prepared={},
     )
-    return InputBatch(torch.tensor(token_ids, device=device), put(positions), attention)
+    return InputBatch(torch.tensor(token_ids, device=device), torch.tensor(positions, device=device), attention)

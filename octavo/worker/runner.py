@@ -135,7 +135,8 @@ class Runner:
         hidden = self.forward(rows)
         counts = np.array([row.count for row in rows])
         ends = np.cumsum(counts)
-        finite = np.logical_and.reduceat(torch.isfinite(hidden.abs().amax(-1)).cpu().numpy(), ends - counts)
+        # A sum is finite where its parts are: normalised, they are small.
+        finite = np.logical_and.reduceat(np.isfinite(hidden.sum(-1, dtype=torch.float32).cpu().numpy()), ends - counts)
         sampled = self._sample(rows, hidden, ends)
         return [
             self._result(row, hidden, end, sampled) if sound else self._failed(row)
@@ -150,7 +151,7 @@ class Runner:
             if row.num_logits and row.start + row.count == known:
                 places.append(place)
                 draws.append(sampler.Draw(asked.params, asked.seed, asked.choice, known - asked.prompt_length))
-        token_ids = sampler.sample(self.model.logits(hidden[ends[places] - 1]), draws) if places else []
+        token_ids = sampler.sample(self._ops, self.model.logits(hidden[ends[places] - 1]), draws) if places else []
         return {rows[place].slot: token_id for place, token_id in zip(places, token_ids, strict=True)}
 
     def _result(self, row: Row, hidden: Tensor, end: int, sampled: dict[int, int | None]) -> RowResult:

@@ -6,12 +6,14 @@ filters keep the largest probabilities, and of equal ones those of the lower ids
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.ops.interface import Ops
 from octavo.sampling_params import SamplingParams
 
 
@@ -25,14 +27,14 @@ class Draw:
     position: int
 
 
-def sample(logits: Tensor, draws: list[Draw]) -> list[int | None]:
-    """[N, vocab_size] logits -> a token id a row, None where the row holds NaN or nothing finite."""
-    peak, best = logits.max(-1)
+def sample(ops: Ops, logits: Tensor, draws: list[Draw]) -> list[int | None]:
+    """float32 [N, vocab_size] logits -> a token id a row, None where the row holds NaN or nothing finite."""
+    peaks, best = ops.argmax(logits)
     ids: list[int | None] = best.tolist()
-    finite = torch.isfinite(peak).tolist()
+    finite = [math.isfinite(peak) for peak in peaks.tolist()]
     random = [row for row, draw in enumerate(draws) if finite[row] and not draw.params.greedy]
     if random:
-        drawn = _draw(logits[random].float(), [draws[row] for row in random])
+        drawn = _draw(logits[random], [draws[row] for row in random])
         for row, token_id in zip(random, drawn, strict=True):
             ids[row] = token_id
     return [token_id if finite[row] else None for row, token_id in enumerate(ids)]

@@ -233,6 +233,25 @@ def test_silu_and_mul(ops: Ops, dtype: torch.dtype, size: int) -> None:
     assert ops.silu_and_mul(gate_up)[3, :4].isfinite().tolist() == [True, True, False, True]
 
 
+@quickly
+@given(
+    rows=st.integers(1, 5),
+    size=st.sampled_from([1, 3, 15, 16, 17, 33, 1000, 49152]),
+    values=st.sampled_from([[0.0], [-1.0, 2.0, 2.0], [-torch.inf, 1.0], [-torch.inf], [torch.inf, 3.0], [torch.nan, 1.0, torch.inf]]),
+    seed=st.integers(0, 99),
+)
+def test_argmax_takes_the_first_of_the_largest_and_shows_nan(ops: Ops, rows: int, size: int, values: list[float], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.tensor(values)[torch.randint(0, len(values), (rows, size + 5), generator=generator)]
+    logits = wide[:, :size]
+    peaks, places = ops.argmax(logits)
+    for row, peak, place in zip(logits.tolist(), peaks.tolist(), places.tolist(), strict=True):
+        if any(value != value for value in row):
+            assert peak != peak
+        else:
+            assert (peak, place) == (max(row), row.index(max(row)))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_has_the_same_bits_alone_and_in_a_batch(ops: Ops, dtype: torch.dtype) -> None:
     x, weight, bias = _random(dtype, (70, 576), (200, 576), (200,))

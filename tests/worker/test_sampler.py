@@ -6,11 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from octavo import ops
 from octavo.sampling_params import SamplingParams
 from octavo.worker import sampler
-from octavo.worker.sampler import Draw, sample, uniforms
+from octavo.worker.sampler import Draw, uniforms
 
 NAN, INF = float("nan"), float("inf")
+
+
+def sample(logits, draws):
+    return sampler.sample(ops.backend(logits.device), logits.float(), draws)
 
 
 def draw(position=0, seed=0, choice=0, **params):
