@@ -239,10 +239,14 @@ class _OnlyViews(TorchDispatchMode):
         self.operators: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returns = func._schema.returns
-        if not func.name().startswith("aten::empty") and not (returns and all(r.alias_info and not r.alias_info.is_write for r in returns)):
+        results = func(*args, **(kwargs or {}))
+        # A schema does not tell: `contiguous` says that it is a view, and copies where it must.
+        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+        made = [x for x in (results if isinstance(results, (tuple, list)) else [results]) if isinstance(x, Tensor)]
+        is_view = made and all(x.untyped_storage().data_ptr() in given for x in made) and not func._schema.is_mutable
+        if not is_view and not func.name().startswith("aten::empty"):
             self.operators.add(func.name())
-        return func(*args, **(kwargs or {}))
+        return results
 
 
 def _address(x: Tensor | None) -> int:
