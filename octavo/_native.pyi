@@ -9,7 +9,7 @@ def instruction_sets() -> list[str]:
 class AttentionPlan:
     """Who attends to what in one step, for all layers with one window (0: no window).
 
-    counts, starts, table_lengths: [rows]. tables: the rows' block tables one after another. slots: [tokens].
+    counts, starts, table_lengths: [rows]. tables: the rows' block tables one after another. slots: the address of int64 [tokens].
     Raises IndexError where a row needs a block that its table, or the region, lacks.
     """
 
@@ -19,7 +19,8 @@ class AttentionPlan:
         starts: NDArray[np.int64],
         table_lengths: NDArray[np.int64],
         tables: NDArray[np.int64],
-        slots: NDArray[np.int64],
+        slots: int,
+        tokens: int,
         *,
         window: int,
         num_blocks: int,

@@ -138,7 +138,7 @@ Matrix* grouped(int bits, uintptr_t codes, uintptr_t scales, uintptr_t minimums,
                       outputs, inputs);
 }
 
-void make_plan(AttentionPlan* self, Integers counts, Integers starts, Integers table_lengths, Integers tables, Integers slots,
+void make_plan(AttentionPlan* self, Integers counts, Integers starts, Integers table_lengths, Integers tables, uintptr_t slots, int64_t tokens,
                int64_t window, int64_t num_blocks, int64_t num_layers, int num_kv_heads, int block_size, int dim, int group, int element,
                int64_t head_bytes) {
     int64_t rows = counts.shape(0), length = 0;
@@ -147,7 +147,7 @@ void make_plan(AttentionPlan* self, Integers counts, Integers starts, Integers t
     for (int64_t row = 0; row < rows; row++) length += table_lengths.data()[row];
     if (int64_t(tables.shape(0)) != length) throw std::invalid_argument("table_lengths do not add up to the length of tables");
     new (self) AttentionPlan({num_blocks, num_layers, head_bytes, num_kv_heads, block_size, dim, group, Element(element)}, rows, counts.data(), starts.data(),
-                             table_lengths.data(), tables.data(), slots.shape(0), slots.data(), window);
+                             table_lengths.data(), tables.data(), tokens, at<int64_t>(slots), window);
 }
 
 }  // namespace
@@ -156,7 +156,7 @@ NB_MODULE(_native, m) {
     m.def("instruction_sets", &instruction_sets, "Names that Backend takes on this processor, fastest first.");
 
     nb::class_<AttentionPlan>(m, "AttentionPlan", "Who attends to what in one step, for all layers with one window (0: no window).")
-        .def("__init__", &make_plan, "counts"_a, "starts"_a, "table_lengths"_a, "tables"_a, "slots"_a, nb::kw_only(), "window"_a,
+        .def("__init__", &make_plan, "counts"_a, "starts"_a, "table_lengths"_a, "tables"_a, "slots"_a, "tokens"_a, nb::kw_only(), "window"_a,
              "num_blocks"_a, "num_layers"_a, "num_kv_heads"_a, "block_size"_a, "dim"_a, "group"_a, "element"_a, "head_bytes"_a);
 
     nb::class_<Matrix>(m, "Matrix", "A weight [outputs, inputs], copied into the layout of the products.")

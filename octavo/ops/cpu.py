@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from octavo import _native
 from octavo.errors import ConfigError
@@ -86,7 +86,7 @@ class CpuOps(ReferenceOps):
         finally:
             self._native.record(None)
             made, self._made = self._made, None
-        whole = not foreign.operators
+        whole = not foreign.functions
         plans = [name for name in batch.prepared if name[0] == "native"]
         self._recordings[len(token_ids)] = _Recording(native, token_ids, positions, hidden, made, plans) if whole else None
         return hidden
@@ -231,21 +231,29 @@ class _Recording:
     plans: list[Any]
 
 
-class _OnlyViews(TorchDispatchMode):
-    """Notes torch's operators that compute something: a recording would leave them out."""
+_TELLS_SHAPE = {"__get__", "__len__", "data_ptr", "dim", "is_contiguous", "numel", "size", "stride"}
+
+
+class _OnlyViews(TorchFunctionMode):
+    """Notes functions of torch that compute or read numbers: a recording would leave them out.
+
+    A dispatch mode, which would see more, takes two seconds to import.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.operators: set[str] = set()
+        self.functions: set[str] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
-        # A schema does not tell: `contiguous` says that it is a view, and copies where it must.
+        name = func.__name__
         given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
         made = [x for x in (results if isinstance(results, (tuple, list)) else [results]) if isinstance(x, Tensor)]
-        is_view = made and all(x.untyped_storage().data_ptr() in given for x in made) and not func._schema.is_mutable
-        if not is_view and not func.name().startswith("aten::empty"):
-            self.operators.add(func.name())
+        in_place = name.endswith("_") and not name.endswith("__")
+        # Names do not tell: `contiguous` and `reshape` copy where they must.
+        is_view = made and not in_place and all(x.untyped_storage().data_ptr() in given for x in made)
+        if not (is_view or name.startswith("empty") or (not made and name in _TELLS_SHAPE)):
+            self.functions.add(name)
         return results
 
 
@@ -261,14 +269,15 @@ def _by_token(x: Tensor) -> Tensor:
 
 
 def _plan(batch: AttentionBatch, kv: LayerKV, num_heads: int, window: int | None) -> _native.AttentionPlan:
-    shape = kv.shape
+    shape, slots = kv.shape, batch.slots.contiguous()
     tables = [np.asarray(table, dtype=np.int64) for table in batch.tables]
     return _native.AttentionPlan(
         np.array(batch.counts, dtype=np.int64),
         np.array(batch.starts, dtype=np.int64),
         np.array([len(table) for table in tables], dtype=np.int64),
         np.concatenate(tables),
-        batch.slots.contiguous().numpy(),
+        slots.data_ptr(),
+        len(slots),
         window=window or 0,
         num_blocks=len(kv.region),
         num_layers=shape.num_layers,

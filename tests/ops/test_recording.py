@@ -77,7 +77,27 @@ def test_many_tokens_are_not_recorded() -> None:
     assert model.calls == 1 + 6
 
 
-@pytest.mark.parametrize("between", [lambda x: x * 1.0, lambda x: x.clone(), lambda x: x.add_(0.0), lambda x: x.t().contiguous().t()])
+def overwritten(x: Tensor) -> Tensor:
+    x[0] = x[0].clone()
+    return x
+
+
+def read(x: Tensor) -> Tensor:
+    return x if x[0, 0].item() < 1e9 else x.neg()
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda x: x * 1.0,
+        lambda x: x.clone(),
+        lambda x: x.add_(0.0),
+        lambda x: x.t().contiguous().t(),
+        lambda x: x.float() + 0,
+        overwritten,
+        read,
+    ],
+)
 def test_a_pass_with_an_operator_of_torchs_own_is_left_to_python(between: Callable[[Tensor], Tensor]) -> None:
     model, plain = Model(), Model()
     model.between = between
