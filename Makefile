@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 demo: install ## install, fetch the default model, answer a prompt
 	$(BIN)/octavo pull smollm2-135m
-	$(BIN)/octavo generate "What is the capital of France?" --chat --temperature 0
+	$(BIN)/octavo generate "Which city is the capital of France?" --chat --temperature 0
 
 test: $(VENV)/.test ## what CI runs
 	$(BIN)/python scripts/check

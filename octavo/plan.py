@@ -144,7 +144,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """What the workers hold once loaded, the least over all of them.
 
     num_blocks: the pool's ceiling, decided by ceiling_by. committed_blocks: those it has now. swap_blocks: those of the host tier.
-    longest: tokens of one sequence at most. bound_by: the setting or limit that decides it.
+    longest: tokens of one sequence at most. bound_by: the setting or limit that decides it. weight_bytes: memory of the weights.
     """
 
     num_blocks: int
@@ -158,6 +158,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     ceiling_by: str = ""
     swap_blocks: int = 0
+    weight_bytes: int = 0
 
     def __str__(self) -> str:
         most = f"{_mebibytes(self.num_blocks * self.block_bytes)} at most" + (f": {self.ceiling_by}" if self.ceiling_by else "")

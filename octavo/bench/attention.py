@@ -52,7 +52,10 @@ def measure(sequence_lengths: list[int], block_sizes: Sequence[int], repeats: in
     with torch.inference_mode():
         shapes = {size: _shape(size) for size in block_sizes}
         blocks = {size: sum(-(-length // size) for length in sequence_lengths) for size in block_sizes}
-        memory = torch.zeros(max(blocks[size] * shapes[size].num_bytes for size in block_sizes), dtype=torch.uint8)
+        # Numbers, for memory that nobody wrote to is one page, many times.
+        noise = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).bfloat16().view(torch.uint8)
+        most = max(blocks[size] * shapes[size].num_bytes for size in block_sizes)
+        memory = noise.repeat(-(-most // len(noise)))[:most]
         steps = {size: _step(memory, sequence_lengths, size) for size in block_sizes}
         for repeat in range(repeats + 1):
             for size, (region, batch) in steps.items():

@@ -6,7 +6,7 @@ import importlib
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,7 +68,7 @@ class Ceilings:
 class ModelSize:
     """What a step must read and multiply at least.
 
-    weight_bytes: of the tensors the loaded model holds, less an embedding that is only looked up. body_parameters: of the matrices that
+    weight_bytes: of what the loaded model holds, less an embedding that is only looked up. body_parameters: of the matrices that
     every token goes through. head_parameters: of the output head, for tokens that are sampled from.
     """
 
@@ -133,50 +133,11 @@ def model_size(llm: LLM, checkpoint: Checkpoint) -> ModelSize:
     is_tied = not head or bool(checkpoint.config.get("tie_word_embeddings"))
     body = sum(matrices.values()) - embedding - head
     looked_up = 0 if is_tied else embedding
-    held = held_bytes(getattr(llm.engine.executor, "_runner", None))
     return ModelSize(
-        weight_bytes=round(held * (1 - looked_up / max(1, body + head + embedding))),
+        weight_bytes=round(llm.capacity.weight_bytes * (1 - looked_up / max(1, body + head + embedding))),
         body_parameters=body,
         head_parameters=head or embedding,
     )
-
-
-def held_bytes(runner: Any) -> int:
-    """Bytes of all tensors, arrays and packed matrices that a worker's model reaches, each memory counted once; its KV memory left out."""
-    return sum(_memories(getattr(runner, "model", None)).values())
-
-
-def _memories(root: Any) -> dict[int, int]:
-    """Bytes of each, over attributes and containers of this package's objects."""
-    import torch
-
-    found: dict[int, int] = {}
-    seen: set[int] = set()
-    stack = [root]
-    while stack:
-        one = stack.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, torch.Tensor) and not one.is_mkldnn:
-            found[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
-        elif isinstance(size := getattr(one, "nbytes", None), int):
-            found[id(one)] = size
-        elif isinstance(one, dict):
-            stack += one.values()
-        elif isinstance(one, list | tuple | set):
-            stack += one
-        elif type(one).__module__.startswith("octavo."):
-            stack += _attributes(one)
-    return found
-
-
-def _attributes(one: Any) -> Iterator[Any]:
-    yield from getattr(one, "__dict__", {}).values()
-    for kind in type(one).__mro__:
-        names = kind.__dict__.get("__slots__", ())
-        for name in [names] if isinstance(names, str) else names:
-            yield getattr(one, name, None)
 
 
 def _best(work: Callable[[], Any]) -> float:

@@ -14,12 +14,12 @@ import json
 import math
 import os
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.bench.traces import DATA_VARIABLE, DEFAULT_FOLDER
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, parse_flag
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +56,6 @@ class Quality:
     agreed: int = 0
     same_bits: bool = True
     seconds: float = 0.0
-    parts: dict[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -162,6 +161,11 @@ def measure(
     return found
 
 
+def _settings(text: str) -> dict[str, Any]:
+    pairs = [pair.partition(":") for pair in text.split(",") if pair]
+    return {key: parse_flag(key, value) for key, _, value in pairs}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", nargs="?", default="smollm2-135m")
@@ -174,7 +178,7 @@ def main() -> None:
     variants = VARIANTS
     if asked.variant:
         split = [each.partition("=") for each in asked.variant]
-        variants = {name: dict(pair.split(":") for pair in settings.split(",") if pair) for name, _, settings in split}
+        variants = {name: _settings(text) for name, _, text in split}
     found = measure(asked.model, variants, asked.tokens, Path(asked.data), asked.small_windows)
     lines = [quality.as_dict(found[0]) for quality in found]
     print(f"{asked.model}, {found[0].tokens} tokens in windows of {WINDOW}; float32 perplexity {found[0].perplexity:.4f}")

@@ -86,6 +86,21 @@ OCTAVO_INLINE Floats load(const Bfloat16* from) {
 #endif
 }
 
+OCTAVO_INLINE Floats load(const Float16* from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+    Halves bits;
+    memcpy(&bits, from, sizeof bits);
+    Words wide = __builtin_convertvector(bits, Words), magnitude = wide & 0x7fff;
+    // Multiplied, a subnormal becomes normal; infinity and NaN need their exponent set.
+    Words finite = (Words)((Floats)(magnitude << 13) * 0x1p112f);
+    return (Floats)((magnitude < 0x7c00 ? finite : finite | 0x7f800000) | (wide & 0x8000) << 16);
+#endif
+}
+
 // The upper half of the word is the bfloat16 nearest to x, even where two are; any NaN becomes the quiet one.
 OCTAVO_INLINE Words nearest_bfloat16(Floats x) {
     Words bits = (Words)x;
@@ -133,6 +148,12 @@ OCTAVO_INLINE Floats fused(Floats a, Floats b, Floats c) {
 
 OCTAVO_INLINE Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
 
+// The nearest integers, even where two are; for magnitudes below 2^22.
+OCTAVO_INLINE Ints nearest(Floats x) {
+    const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it leaves the integer in the low bits
+    return (Ints)(x + magic) - (Ints)magic;
+}
+
 // sum + the products of a word's two bfloat16, of which the first is in the lower half.
 OCTAVO_INLINE Floats dot(Words a, Words b, Floats sum) {
 #ifdef __AVX512BF16__
@@ -171,12 +192,32 @@ OCTAVO_INLINE float largest(Floats x) {
 #endif
 }
 
+OCTAVO_INLINE int32_t largest(Ints x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_epi32((__m512i)x);
+#else
+    int32_t out = x[0];
+    for (int i = 1; i < LANES; i++) out = x[i] > out ? x[i] : out;
+    return out;
+#endif
+}
+
 OCTAVO_INLINE float total(Floats x) {
     float lanes[LANES];
     store(lanes, x);
     for (int half = LANES / 2; half > 0; half /= 2)
         for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
     return lanes[0];
+}
+
+OCTAVO_INLINE int32_t total(Ints x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    int32_t out = x[0];
+    for (int i = 1; i < LANES; i++) out += x[i];
+    return out;
+#endif
 }
 
 // 0, 1, 2, ...
@@ -262,47 +303,6 @@ OCTAVO_INLINE void store_some(T* to, Floats x, int count) {
     alignas(64) T held[LANES];
     store(held, x);
     memcpy(to, held, count * sizeof(T));
-}
-
-OCTAVO_INLINE Floats load(const Float16* from) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-#elif defined(__AVX2__)
-    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-#else
-    Halves bits;
-    memcpy(&bits, from, sizeof bits);
-    Words wide = __builtin_convertvector(bits, Words), magnitude = wide & 0x7fff;
-    // Multiplied, a subnormal becomes normal; infinity and NaN need their exponent set.
-    Words finite = (Words)((Floats)(magnitude << 13) * 0x1p112f);
-    return (Floats)((magnitude < 0x7c00 ? finite : finite | 0x7f800000) | (wide & 0x8000) << 16);
-#endif
-}
-
-OCTAVO_INLINE int32_t largest(Ints x) {
-#ifdef __AVX512F__
-    return _mm512_reduce_max_epi32((__m512i)x);
-#else
-    int32_t out = x[0];
-    for (int i = 1; i < LANES; i++) out = x[i] > out ? x[i] : out;
-    return out;
-#endif
-}
-
-OCTAVO_INLINE int32_t total(Ints x) {
-#ifdef __AVX512F__
-    return _mm512_reduce_add_epi32((__m512i)x);
-#else
-    int32_t out = x[0];
-    for (int i = 1; i < LANES; i++) out += x[i];
-    return out;
-#endif
-}
-
-// The nearest integers, even where two are; for magnitudes below 2^22.
-OCTAVO_INLINE Ints nearest(Floats x) {
-    const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it leaves the integer in the low bits
-    return (Ints)(x + magic) - (Ints)magic;
 }
 
 }  // namespace octavo::OCTAVO_ISA

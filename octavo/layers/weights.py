@@ -22,7 +22,7 @@ class Weights:
 
     dtype: of activations, and of what is not quantized. quantization: of matrices. `none`: all in `dtype`; `auto`: as the file has
     them; `int8`, `int4`: with that many bits, and with fewer where the file has fewer.
-    on_tensor: called after each tensor with (tensors taken, tensors in the checkpoint).
+    on_tensor: called after each tensor with (tensors taken, tensors in the checkpoint). num_bytes: memory of all that was taken.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class Weights:
         self._ops = ops
         self._quantization = quantization
         self.dtype = dtype
+        self.num_bytes = 0
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -57,6 +58,7 @@ class Weights:
             self._checkpoint.read(name, out[at : at + size])
             at += size
             self._note(name)
+        self.num_bytes += out.nbytes
         return out.to(self._ops.device)
 
     def matrix(self, names: list[str], rows: int, columns: int, least_bits: int = 4) -> Matrix:
@@ -78,7 +80,9 @@ class Weights:
             return self._ops.matrix(self.stack(names, rows, columns))
         for name in names:
             self._note(name)
-        return self._ops.matrix(grouped)
+        matrix = self._ops.matrix(grouped)
+        self.num_bytes += matrix.nbytes
+        return matrix
 
     def untaken(self) -> list[str]:
         """Names that no layer asked for."""

@@ -53,7 +53,7 @@ class LayerKV:
 
 
 Matrix: TypeAlias = Any
-"""A weight [N, K], N its outputs, as a backend holds it: what `Ops.matrix` gave, with a `shape`."""
+"""A weight [N, K], N its outputs, as a backend holds it: what `Ops.matrix` gave, with a `shape` and its size in memory, `nbytes`."""
 
 
 @dataclass

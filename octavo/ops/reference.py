@@ -126,6 +126,10 @@ class DenseMatrix:
         rows, columns = self.values.shape
         return rows, columns
 
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
 
 def rounded_to_int8(x: Tensor) -> Tensor:
     """[T, K] -> float32 values of int8 codes with a scale per GROUP; all NaN where a group holds something that is not finite."""

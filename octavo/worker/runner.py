@@ -43,6 +43,10 @@ class Runner:
         if wanted is not None and wanted > context:
             raise ConfigError(f"max_model_len: {wanted}; allowed: up to the model's context of {context} tokens")
         limits = {"max_model_len" if wanted else "the model's context": wanted or context}
+        if kv_dtype == torch.int8 and model_config.head_dim % 4:
+            raise ConfigError(
+                f"kv_cache_dtype: 'int8'; heads of {model_config.head_dim} features need another, as they are no multiple of 4"
+            )
         if config.memory.max_blocks_per_seq != "auto":
             limits["max_blocks_per_seq"] = config.memory.max_blocks_per_seq * block_size
         reach = min(limits.values())
@@ -74,6 +78,7 @@ class Runner:
             bound_by=bound_by,
             ceiling_by=ceiling_by,
             swap_blocks=swap_blocks,
+            weight_bytes=weights.num_bytes,
             vocab_size=model_config.vocab_size,
             dtype=str(dtype).removeprefix("torch."),
             device=self.device.type,

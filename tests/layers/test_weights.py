@@ -61,13 +61,21 @@ class FakeCheckpoint(Checkpoint):
         pass
 
 
+class HeldGrouped(Grouped):
+    """As a backend holds it: it knows what it takes."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes
+
+
 class FakeOps:
     """Keeps matrices as they come, and multiplies without rounding."""
 
     device = torch.device("cpu")
 
     def matrix(self, weight: Tensor | Grouped) -> Tensor | Grouped:
-        return weight
+        return HeldGrouped(**vars(weight)) if isinstance(weight, Grouped) else weight
 
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         out = x.float() @ dense(weight).t()

@@ -22,6 +22,7 @@ MODES: dict[str, dict[str, Any]] = {
     "float32": EXACT,
     "bfloat16": {"dtype": "bfloat16", "quantization": "none"},
     "default": {},
+    "int8 KV": {"kv_cache_dtype": "int8"},
 }
 """How the model may run: what holds for its output holds in each."""
 
@@ -159,7 +160,7 @@ def test_preemption_dozens_of_times_changes_nothing(mode: str, smollm2_gguf: Pat
     assert preemptions >= 24
 
 
-@pytest.mark.parametrize(("mode", "dtype"), [("bfloat16", "bfloat16"), ("default", "float32")])
+@pytest.mark.parametrize(("mode", "dtype"), [("bfloat16", "bfloat16"), ("default", "float32"), ("int8 KV", "float32")])
 def test_a_row_never_depends_on_its_neighbours(mode: str, dtype: str, smollm2_gguf: Path, token_ids: list[list[int]]) -> None:
     params = [SamplingParams(temperature=0.9 * (i % 2), seed=7, max_tokens=24, ignore_eos=True) for i in range(len(token_ids))]
     with LLM(smollm2_gguf, **MODES[mode], max_model_len=1024, prealloc_blocks=0, check_invariants=True) as llm:

@@ -6,25 +6,18 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo.ops.interface import Ops
 from octavo.ops.reference import ReferenceOps
+from tests.ops.comparing import quickly, same_bits
 from tests.ops.sequences import HOLE, HUGE, Memory, Sequence, Shape, blocks_for
 
 DTYPES = [torch.float32, torch.bfloat16]
 BLOCK_SIZES = [1, 4, 16, 64, 128]
 EDGES = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 300, 511, 512, 513, 600]
-
-quickly = settings(
-    max_examples=100,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 
 
 @st.composite
@@ -63,11 +56,6 @@ def assert_near(found: Tensor, expected: tuple[Tensor, Tensor], shape: Shape) ->
     assert (error <= allowed).all(), f"{(error / allowed).max():.2f} times what is allowed"
     if shape.kv_dtype == torch.int8:
         assert error.norm() <= 0.02 * size.norm()
-
-
-def same_bits(found: Tensor, wanted: Tensor) -> bool:
-    kind = torch.int32 if found.dtype == torch.float32 else torch.int16
-    return found.dtype == wanted.dtype and torch.equal(found.contiguous().view(kind), wanted.contiguous().view(kind))
 
 
 @quickly

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo.quantization import GROUP, Grouped
+from tests.ops.comparing import quickly, same_bits
 
 native = pytest.importorskip("octavo._native", reason="the native kernels are not built", exc_type=ImportError)
 
@@ -21,14 +22,6 @@ KINDS = ["float32", "bfloat16", "bytes", "bytes with minimums", "nibbles", "nibb
 GROUPED = KINDS[2:]
 ROWS = [*range(1, 71), 300]
 GUARD = 77.0
-
-quickly = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 
 
 @pytest.fixture(scope="session", params=["avx512_bf16", "avx512", "avx2", "portable"])
@@ -99,11 +92,6 @@ def check(found: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) 
     error = (found.double() - wanted).abs()
     allowed = 4e-6 * magnitude + (2.0**-8 * wanted.abs() if found.dtype == torch.bfloat16 else 0.0) + 1e-37
     assert bool((error <= allowed).all()), float((error / allowed).max())
-
-
-def same_bits(found: Tensor, wanted: Tensor) -> bool:
-    kind = torch.int32 if found.dtype == torch.float32 else torch.int16
-    return found.dtype == wanted.dtype and torch.equal(found.contiguous().view(kind), wanted.contiguous().view(kind))
 
 
 @quickly

@@ -467,3 +467,10 @@ def test_what_cannot_be_is_refused_with_the_numbers(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         runner_with(folder, monkeypatch, free, **settings)
+
+
+def test_int8_kv_of_heads_that_fill_no_words_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, "llama", {"head_dim": 6})
+    with pytest.raises(ConfigError, match="kv_cache_dtype: 'int8'; heads of 6 features need another, as they are no multiple of 4"):
+        make_runner(tmp_path, kv_cache_dtype="int8")
+    assert make_runner(tmp_path).capacity.weight_bytes > 0
