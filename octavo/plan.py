@@ -143,7 +143,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """What the workers hold once loaded, the least over all of them.
 
-    num_blocks: the pool's ceiling, decided by ceiling_by. committed_blocks: those it has now. swap_blocks: those of the host tier.
+    num_blocks: the pool's ceiling, decided by ceiling_by. committed_blocks: those it has now, on the way to prealloc_blocks.
+    swap_blocks: those of the host tier.
     longest: tokens of one sequence at most. bound_by: the setting or limit that decides it. weight_bytes: memory of the weights.
     """
 
@@ -157,15 +158,16 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     device: str
     ceiling_by: str = ""
+    prealloc_blocks: int = 0
     swap_blocks: int = 0
     weight_bytes: int = 0
 
     def __str__(self) -> str:
         most = f"{_mebibytes(self.num_blocks * self.block_bytes)} at most" + (f": {self.ceiling_by}" if self.ceiling_by else "")
-        now = _mebibytes(self.committed_blocks * self.block_bytes)
+        start = _mebibytes(max(self.committed_blocks, self.prealloc_blocks) * self.block_bytes)
         swap = f", {_mebibytes(self.swap_blocks * self.block_bytes)} of swap" if self.swap_blocks else ""
         return (
-            f"{self.dtype} on {self.device}, {self.num_blocks} KV blocks of {self.block_size} tokens ({most}; {now} now){swap}; "
+            f"{self.dtype} on {self.device}, {self.num_blocks} KV blocks of {self.block_size} tokens ({most}; {start} from the start){swap}; "
             f"a sequence may have {self.longest} tokens ({self.bound_by})"
         )
 

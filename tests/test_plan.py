@@ -61,7 +61,8 @@ RESULT = StepResult(
 )
 CAPACITY = Capacity(
     num_blocks=64,
-    committed_blocks=16,
+    committed_blocks=4,
+    prealloc_blocks=16,
     block_size=16,
     block_bytes=1 << 19,
     longest=1024,
@@ -107,10 +108,10 @@ def test_two_plans_are_in_flight_at_most():
 
 def test_capacity_tells_what_there_is_and_what_bounds_it():
     assert str(CAPACITY) == (
-        "bfloat16 on cpu, 64 KV blocks of 16 tokens (32 MiB at most: max_blocks; 8 MiB now), 4 MiB of swap; "
+        "bfloat16 on cpu, 64 KV blocks of 16 tokens (32 MiB at most: max_blocks; 8 MiB from the start), 4 MiB of swap; "
         "a sequence may have 1024 tokens (the KV pool)"
     )
     plain = msgspec.structs.replace(CAPACITY, ceiling_by="", swap_blocks=0)
     assert str(plain) == (
-        "bfloat16 on cpu, 64 KV blocks of 16 tokens (32 MiB at most; 8 MiB now); a sequence may have 1024 tokens (the KV pool)"
+        "bfloat16 on cpu, 64 KV blocks of 16 tokens (32 MiB at most; 8 MiB from the start); a sequence may have 1024 tokens (the KV pool)"
     )

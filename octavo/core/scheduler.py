@@ -67,7 +67,8 @@ class Scheduler:
     `running` stands in the policy's order; a step walks it from the front, and victims are taken from the back, from what is not
     planned yet.
 
-    num_blocks: the pool's ceiling. committed_blocks: what it begins with, all of them where None; it grows ahead of need.
+    num_blocks: the pool's ceiling. committed_blocks: what it begins with, all of them where None; prealloc_blocks: what it is on the
+    way to then, and keeps. It grows ahead of need.
     block_bytes: bytes of one block, for the estimates and figures.
     """
 
@@ -76,6 +77,7 @@ class Scheduler:
         *,
         num_blocks: int,
         committed_blocks: int | None = None,
+        prealloc_blocks: int = 0,
         block_size: int = 16,
         block_bytes: int = 1 << 20,
         max_batch_size: int = 32,
@@ -103,8 +105,8 @@ class Scheduler:
         """Why the pool could not grow when it last should have."""
         self.compaction: CompactionReport | None = None
         """The last one, its seconds left to who carries it out."""
-        self._preallocated = committed
-        self._wanted_blocks = self._told_blocks = committed
+        self._preallocated = max(committed, prealloc_blocks)
+        self._wanted_blocks = self._told_blocks = self._preallocated
         self._peak_live = 0
         self._policy = POLICIES[policy]
         self._waiting = WaitingRoom()
@@ -232,7 +234,7 @@ class Scheduler:
 
     def compact(self, now: float, target: int | None = None) -> StepPlan | None:
         """A plan that moves live blocks down so that the pool fits in `target` blocks (the fewest that can be, where None), never
-        fewer than were committed at start. None where nothing would be given back, or a plan is in flight.
+        fewer than `prealloc_blocks`. None where nothing would be given back, or a plan is in flight.
 
         The next plan gives the tail back; `settle` writes it where there is no other.
         """

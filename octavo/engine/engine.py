@@ -67,6 +67,7 @@ class Engine:
         self.scheduler = Scheduler(
             num_blocks=self.capacity.num_blocks,
             committed_blocks=self.capacity.committed_blocks,
+            prealloc_blocks=self.capacity.prealloc_blocks,
             block_size=self.capacity.block_size,
             block_bytes=self.capacity.block_bytes,
             max_batch_size=config.scheduler.max_batch_size,

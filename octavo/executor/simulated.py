@@ -354,6 +354,7 @@ def simulated_capacity(
     block_size: int = 16,
     *,
     committed_blocks: int | None = None,
+    prealloc_blocks: int = 0,
     swap_blocks: int = 0,
     longest: int | None = None,
     vocab_size: int = 256,
@@ -363,6 +364,7 @@ def simulated_capacity(
     return Capacity(
         num_blocks=num_blocks,
         committed_blocks=num_blocks if committed_blocks is None else committed_blocks,
+        prealloc_blocks=prealloc_blocks,
         block_size=block_size,
         block_bytes=block_bytes,
         swap_blocks=swap_blocks,

@@ -28,7 +28,8 @@ MIN_RESERVE = 64 << 20
 
 
 class KVStore:
-    """`num_blocks` at most, the first `prealloc_blocks` of them committed here and now, and a host tier of `swap_blocks`.
+    """`num_blocks` at most, and a host tier of `swap_blocks`. Of `prealloc_blocks` the first STEP_BYTES are committed here and now,
+    so that work can begin; the others follow beside it.
 
     growth_refused: why growth stopped short, until the pool is no longer to be larger than it is.
     """
@@ -57,8 +58,10 @@ class KVStore:
         else:
             host = torch.empty(sizes, dtype=torch.uint8, pin_memory=device.type == "cuda" and swap_blocks > 0)
         self._tiers = {Tier.DEVICE: self.region, Tier.HOST: host}
-        self.grow(min(prealloc_blocks, num_blocks))
+        self.prealloc_blocks = min(prealloc_blocks, num_blocks)
+        self.grow(min(self.prealloc_blocks, max(1, STEP_BYTES // self.block_bytes)))
         self.wait()
+        self.grow(self.prealloc_blocks)
 
     def resize(self, blocks: int) -> None:
         """Bring the pool to `blocks`: growth begins beside the caller, shrinking is done on return."""

@@ -72,6 +72,7 @@ class Runner:
         self.capacity = Capacity(
             num_blocks=num_blocks,
             committed_blocks=self._kv.committed,
+            prealloc_blocks=self._kv.prealloc_blocks,
             block_size=block_size,
             block_bytes=shape.num_bytes,
             longest=limits[bound_by],

@@ -34,7 +34,7 @@ def speak(text=TEXT, end=256):
 
 
 FAULTS = ("row_error", "step_error", "seconds_per_step", "seconds_per_token", "commit_limit", "commits_per_step")
-POOL = ("committed_blocks", "swap_blocks", "block_bytes", "longest")
+POOL = ("committed_blocks", "prealloc_blocks", "swap_blocks", "block_bytes", "longest")
 
 
 def make_engine(next_token=None, *, num_blocks=64, eos=(256,), clock=None, block_size=4, **values):

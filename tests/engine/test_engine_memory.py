@@ -466,6 +466,21 @@ def test_pool_grows_with_its_work(pace):
     assert 2 < blocks.total <= blocks.ceiling == 64
 
 
+def test_blocks_asked_for_at_start_come_beside_the_work_and_stay():
+    engine = make_engine(eos=(), num_blocks=64, committed_blocks=4, prealloc_blocks=30, commits_per_step=2)
+    sizes = [engine.stats().blocks.total]
+    request_id = engine.add(prompt_of(5), SamplingParams(max_tokens=20, seed=1))
+    while engine.has_work:
+        for output in engine.step():
+            last = output.read()
+        sizes.append(engine.stats().blocks.total)
+    assert last.request_id == request_id
+    assert last.outputs[0].token_ids == drawn(1, 0, 20)
+    assert sizes == [min(4 + 2 * step, 30) for step in range(len(sizes))]
+    assert engine.compact() is None
+    assert engine.stats().blocks.total == 30
+
+
 def test_growth_that_is_refused_is_told_once_and_work_goes_on(caplog):
     engine = make_engine(eos=(), num_blocks=64, committed_blocks=4, commit_limit=10)
     with caplog.at_level(logging.WARNING, logger="octavo"):
