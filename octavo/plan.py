@@ -167,8 +167,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         start = _mebibytes(max(self.committed_blocks, self.prealloc_blocks) * self.block_bytes)
         swap = f", {_mebibytes(self.swap_blocks * self.block_bytes)} of swap" if self.swap_blocks else ""
         return (
-            f"{self.dtype} on {self.device}, {self.num_blocks} KV blocks of {self.block_size} tokens ({most}; {start} from the start){swap}; "
-            f"a sequence may have {self.longest} tokens ({self.bound_by})"
+            f"{self.dtype} on {self.device}, {self.num_blocks} KV blocks of {self.block_size} tokens "
+            f"({most}; {start} from the start){swap}; a sequence may have {self.longest} tokens ({self.bound_by})"
         )
 
 

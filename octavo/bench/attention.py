@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from octavo.ops.interface import AttentionBatch, BlockShape, Ops
@@ -25,11 +26,15 @@ REPEATS = 7
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFigures:
-    """One decode step's attention, in microseconds a layer: the median and the best. The batch is prepared before."""
+    """One decode step's attention, in microseconds a layer: the median and the best. The batch is prepared before.
+
+    layer_bytes: keys and values that a layer reads.
+    """
 
     block_size: int
     sequences: int
     tokens: int
+    layer_bytes: int
     layer_us: float
     layer_us_best: float
     backend: str
@@ -41,7 +46,13 @@ def lengths(count: int) -> list[int]:
     return [LENGTH - SPREAD + number * 37 % (2 * SPREAD + 1) for number in range(count)]
 
 
-def measure(sequence_lengths: list[int], block_sizes: Sequence[int], repeats: int = REPEATS) -> list[AttentionFigures]:
+def measure(
+    sequence_lengths: list[int],
+    block_sizes: Sequence[int],
+    repeats: int = REPEATS,
+    layers: int = LAYERS,
+    kv_cache_dtype: str = "bfloat16",
+) -> list[AttentionFigures]:
     """Time a decode step of these sequences at each block size; the repeats of all sizes take turns, after one that prepares."""
     import torch
 
@@ -50,13 +61,13 @@ def measure(sequence_lengths: list[int], block_sizes: Sequence[int], repeats: in
     backend = ops.backend(torch.device("cpu"))
     taken: dict[int, list[float]] = {size: [] for size in block_sizes}
     with torch.inference_mode():
-        shapes = {size: _shape(size) for size in block_sizes}
+        shapes = {size: _shape(size, layers, getattr(torch, kv_cache_dtype)) for size in block_sizes}
         blocks = {size: sum(-(-length // size) for length in sequence_lengths) for size in block_sizes}
         # Numbers, for memory that nobody wrote to is one page, many times.
         noise = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).bfloat16().view(torch.uint8)
         most = max(blocks[size] * shapes[size].num_bytes for size in block_sizes)
         memory = noise.repeat(-(-most // len(noise)))[:most]
-        steps = {size: _step(memory, sequence_lengths, size) for size in block_sizes}
+        steps = {size: _step(memory, sequence_lengths, shapes[size]) for size in block_sizes}
         for repeat in range(repeats + 1):
             for size, (region, batch) in steps.items():
                 seconds = _run(backend, region, shapes[size], batch)
@@ -67,6 +78,7 @@ def measure(sequence_lengths: list[int], block_sizes: Sequence[int], repeats: in
             block_size=size,
             sequences=len(sequence_lengths),
             tokens=sum(sequence_lengths),
+            layer_bytes=sum(sequence_lengths) * shapes[size].num_bytes // (layers * size),
             layer_us=statistics.median(seconds) * 1e6,
             layer_us_best=min(seconds) * 1e6,
             backend=getattr(backend, "isa", "reference"),
@@ -76,23 +88,22 @@ def measure(sequence_lengths: list[int], block_sizes: Sequence[int], repeats: in
     ]
 
 
-def _shape(block_size: int) -> BlockShape:
-    import torch
-
+def _shape(block_size: int, layers: int, dtype: torch.dtype) -> BlockShape:
     from octavo.ops.interface import BlockShape
 
-    return BlockShape(num_layers=LAYERS, num_kv_heads=KV_HEADS, block_size=block_size, head_dim=HEAD_DIM, dtype=torch.bfloat16)
+    return BlockShape(num_layers=layers, num_kv_heads=KV_HEADS, block_size=block_size, head_dim=HEAD_DIM, dtype=dtype)
 
 
-def _step(memory: Tensor, sequence_lengths: list[int], block_size: int) -> tuple[Tensor, AttentionBatch]:
+def _step(memory: Tensor, sequence_lengths: list[int], shape: BlockShape) -> tuple[Tensor, AttentionBatch]:
     """A region in that memory, and a batch in which every sequence's last token is new."""
     import numpy as np
     import torch
 
     from octavo.ops.interface import AttentionBatch
 
+    block_size = shape.block_size
     counts = [-(-length // block_size) for length in sequence_lengths]
-    num_blocks, num_bytes = sum(counts), _shape(block_size).num_bytes
+    num_blocks, num_bytes = sum(counts), shape.num_bytes
     scattered = np.random.default_rng(0).permutation(num_blocks)
     tables = np.split(scattered, np.cumsum(counts)[:-1])
     last = [length - 1 for length in sequence_lengths]
@@ -111,6 +122,6 @@ def _run(backend: Ops, region: Tensor, shape: BlockShape, batch: AttentionBatch)
     query, key, value = (torch.randn(count, heads, HEAD_DIM).bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS))
     rotation = torch.ones(count, HEAD_DIM // 2), torch.zeros(count, HEAD_DIM // 2)
     began = time.perf_counter()
-    for layer in range(LAYERS):
+    for layer in range(shape.num_layers):
         backend.paged_attention(query, key, value, rotation, LayerKV(region, shape, layer), batch, HEAD_DIM**-0.5, None)
-    return (time.perf_counter() - began) / LAYERS
+    return (time.perf_counter() - began) / shape.num_layers

@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from octavo import _native
+from octavo.bench import machine
 from octavo.ops.cpu import CpuOps
 from octavo.quantization import GROUP, Grouped
 
@@ -35,17 +36,6 @@ def random_weight(kind: str, outputs: int, inputs: int) -> Tensor | Grouped:
     codes = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8)
     scales = torch.rand(outputs, inputs // GROUP).half().float()
     return Grouped(bits, codes, scales, minimums=-scales) if bits == 4 else Grouped(bits, codes, scales, zero=128)
-
-
-def read_gigabytes_per_second() -> float:
-    """What a plain loop over memory reaches with the same threads."""
-    memory = torch.zeros(256 << 18)
-    taken = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        memory.sum()
-        taken.append(time.perf_counter() - began)
-    return memory.nbytes / min(taken) / 1e9
 
 
 def seconds_each(calls: dict[str, Callable[[int], object]]) -> dict[str, float]:
@@ -87,7 +77,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     products = CpuOps(torch.device("cpu"), options.isa)
-    print(f"{options.isa}, {options.threads} threads; a plain read loop: {read_gigabytes_per_second():.1f} GB/s")
+    print(f"{options.isa}, {options.threads} threads; a plain read loop: {machine.measure().read_bandwidth / 1e9:.1f} GB/s")
     print("GB/s of weights, and 10^9 operations/s; torch is F.linear in bfloat16")
     print(f"{'outputs x inputs':>16}{'rows':>6}" + "".join(f"{kind:>18}" for kind in options.kinds))
     with torch.inference_mode():

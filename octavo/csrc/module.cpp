@@ -31,8 +31,12 @@ std::vector<const Kernels*> usable() {
     auto avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     auto avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) out.push_back(&avx512_bf16::kernels);
+    auto avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+    // Intel's vdpbf16ps takes longer than the two multiply-adds it stands for.
+    auto slow_bf16 = __builtin_cpu_is("intel");
+    if (avx512_bf16 && !slow_bf16) out.push_back(&avx512_bf16::kernels);
     if (avx512) out.push_back(&avx512::kernels);
+    if (avx512_bf16 && slow_bf16) out.push_back(&avx512_bf16::kernels);
     if (avx2) out.push_back(&avx2::kernels);
 #endif
     out.push_back(&portable::kernels);

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 quickly = settings(
-    max_examples=100,
+    max_examples=int(os.environ.get("OCTAVO_EXAMPLES", "100")),
     deadline=None,
     derandomize=True,
     database=None,
