@@ -8,16 +8,19 @@ if TYPE_CHECKING:
     from octavo.config import EngineConfig
     from octavo.engine.llm import LLM
     from octavo.outputs import RequestOutput
-    from octavo.sampling_params import SamplingParams
+    from octavo.sampling_params import SamplingParams, StructuredOutputsParams
+    from octavo.worker.logits_processors import register_logits_processor
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "register_logits_processor"]
 
 _HOMES = {
     "LLM": "octavo.engine.llm",
     "EngineConfig": "octavo.config",
     "RequestOutput": "octavo.outputs",
     "SamplingParams": "octavo.sampling_params",
+    "StructuredOutputsParams": "octavo.sampling_params",
+    "register_logits_processor": "octavo.worker.logits_processors",
 }
 
 

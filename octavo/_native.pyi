@@ -106,3 +106,18 @@ class Backend:
         """Raises IndexError for an id that the matrix does not have."""
 
     def argmax(self, x: int, stride: int, rows: int, size: int, peaks: int, places: int, /) -> None: ...
+    def sample(
+        self,
+        x: int,
+        stride: int,
+        rows: int,
+        size: int,
+        peaks: int,
+        temperature: int,
+        min_p: int,
+        top_k: int,
+        top_p: int,
+        uniform: int,
+        places: int,
+        /,
+    ) -> None: ...

@@ -43,6 +43,15 @@ class InvariantError(EngineError):
     """An integrity check found the engine's books in disorder: a fault of Octavo's."""
 
 
+def described(error: BaseException) -> str:
+    """An error of foreign code as a message shows it: short, on one line, whatever it is."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        text = "an error that cannot be printed"
+    return f"{type(error).__name__}: {text if len(text) <= 300 else text[:300] + '...'}"
+
+
 def shown(value: object) -> str:
     """A caller's value as an error message shows it: short, whatever it is."""
     try:

@@ -32,20 +32,35 @@ class Event:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One generated answer. `text` and `token_ids` are cumulative; `finish_reason` is None while it runs."""
+    """One generated answer. `finish_reason` is None while it runs.
+
+    text, token_ids and logprobs are cumulative, or under the output kind `delta` what came since the last `RequestOutput.read`.
+    logprobs: where asked, {token id: Logprob} for each token: its own and the likeliest. cumulative_logprob: the sum of their own, so far.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
-    """The stop token id that ended the output, where one of the request's own did."""
+    stop_reason: int | str | None = None
+    """The stop text, or stop token id, that ended the output, where one of the request's own did."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
     error: str | None = None
     """What went wrong, where `finish_reason` is `error`."""
     delta: str = ""
     """Text added between the last two calls of `RequestOutput.read`: since the previous output of a stream."""
     unread: str = field(default="", repr=False)
     """Text added since then."""
+    was_read: bool = field(default=False, repr=False)
+    """Whether all that is here has been read."""
+
+    def drop_read(self) -> None:
+        """Leave room for what is new."""
+        if self.was_read:
+            self.text, self.token_ids, self.was_read = "", [], False
+            if self.logprobs is not None:
+                self.logprobs = []
 
 
 @dataclass(slots=True)
@@ -84,5 +99,5 @@ class RequestOutput:
     def read(self) -> RequestOutput:
         """Make what is unread the deltas; returns the output itself, which goes on growing."""
         for answer in self.outputs:
-            answer.delta, answer.unread = answer.unread, ""
+            answer.delta, answer.unread, answer.was_read = answer.unread, "", True
         return self

@@ -49,6 +49,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     history: every known token, prompt first. A worker needs nothing older to continue as if never interrupted.
     prompt_length: how many of them the request came with; output position i is token prompt_length + i.
     choice: which of the request's n answers this is; draws are a function of (params.seed, choice, output position).
+    ends: ids that end the output, where something hangs on them: they are not drawn before `min_tokens`, and close a structure.
+    bad_words: token ids that must not follow each other.
     fork_source: slot whose per-sequence state is taken over, None for a fresh start.
     """
 
@@ -58,6 +60,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     prompt_length: int
     choice: int = 0
     adapter: str | None = None
+    ends: list[int] = []
+    bad_words: list[list[int]] = []
     fork_source: int | None = None
 
 
@@ -113,7 +117,8 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class RowResult(msgspec.Struct, kw_only=True, gc=False):
     """What a row gave: its accepted ids (none while it catches up, one sampled, up to drafts + 1), or an error.
 
-    prompt_logprobs: for each scored position, the prompt token that follows it, then the likeliest ones in order of rank.
+    logprobs: for each accepted id, where asked, itself and then the likeliest ones in order of rank.
+    prompt_logprobs: the same for each scored position and the prompt token that follows it.
     An error ends the sequence alone; its keys and values must not be reused.
     """
 

@@ -3,116 +3,203 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from octavo.errors import InvalidValueError, UnsupportedError, shown
-
-# Fields that vLLM has and Octavo does not offer yet: accepted at the value that asks for nothing, refused by name otherwise.
-NOT_YET = [
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "stop",
-    "bad_words",
-    "include_stop_str_in_output",
-    "min_tokens",
-    "logprobs",
-    "detokenize",
-    "spaces_between_special_tokens",
-    "logit_bias",
-    "allowed_token_ids",
-    "structured_outputs",
-    "output_kind",
-]
+from octavo.errors import InvalidValueError, shown
 
 MAX_SEED = 2**63 - 1
 MAX_ANSWERS = 1024
 MAX_LOGPROBS = 20
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 4096
+MAX_BAD_WORDS = 1024
+MAX_BIASES = 1024
+MAX_PROCESSORS = 16
+
+OUTPUT_KINDS = ("cumulative", "delta", "final")
+
+STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the whole text of an answer must be: exactly one of json, json_object, regex, choice and grammar.
+
+    json: a value that a JSON schema admits, the schema given as a mapping or as JSON text. json_object: any JSON object. regex: a text
+    that the whole pattern matches. choice: one of these texts. grammar: a sentence of a Lark grammar.
+    disable_any_whitespace: JSON without white space between its parts, which vLLM would leave to the model unless asked.
+    whitespace_pattern: what may stand between them, as a regular expression, where white space is not disabled.
+
+    Raises InvalidValueError naming field, value and range.
+    """
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool = True
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.choice, list):
+            msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
+        if self.json_object is not None:
+            _flag("structured_outputs.json_object", self.json_object)
+        given = [name for name in STRUCTURES if getattr(self, name) is not None and not (name == "json_object" and not self.json_object)]
+        if len(given) != 1:
+            names = ", ".join(given) or "nothing"
+            raise InvalidValueError(f"structured_outputs: {names} is given; allowed: one of {', '.join(STRUCTURES)}")
+        if self.json is not None:
+            _schema(self.json)
+        choice = self.choice
+        if choice is not None and not (isinstance(choice, tuple) and choice and all(_is_text(one) for one in choice)):
+            raise InvalidValueError(f"structured_outputs.choice: {shown(choice)}; allowed: a list of texts, none of them empty")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and not _is_text(value):
+                raise InvalidValueError(f"structured_outputs.{name}: {shown(value)}; allowed: a text that is not empty")
+        _flag("structured_outputs.disable_any_whitespace", self.disable_any_whitespace)
+        if self.whitespace_pattern is not None and self.disable_any_whitespace:
+            raise InvalidValueError("structured_outputs.whitespace_pattern: it is given; allowed: with disable_any_whitespace: false")
+
+    @classmethod
+    def create(cls, fields: Any) -> StructuredOutputsParams:
+        """From a mapping of any origin, refusing unknown fields by name."""
+        if not isinstance(fields, dict):
+            raise InvalidValueError(f"structured_outputs: {shown(fields)}; allowed: a mapping with one of {', '.join(STRUCTURES)}")
+        for name in fields:
+            if name not in cls.__struct_fields__:
+                raise InvalidValueError(f"structured_outputs: no field {shown(name)}; allowed: {', '.join(cls.__struct_fields__)}")
+        return cls(**fields)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How tokens are drawn and when to stop.
 
+    n: answers to the prompt; they share its blocks, and answer i draws with (seed, i).
+    presence_penalty, frequency_penalty: taken from the logit of each token generated so far, once, and once for each time it was.
+    repetition_penalty: divides the positive logits, and multiplies the negative ones, of tokens of the prompt or generated.
     temperature: 0 takes the likeliest token; above 0 divides the logits before drawing.
     top_k: draw among the k likeliest; 0 or -1 is no limit.
-    top_p: draw among the smallest set of likeliest tokens whose probability reaches top_p, after top_k.
+    top_p: draw among the smallest set of likeliest tokens whose probability reaches top_p, after top_k and min_p.
     min_p: drop tokens less likely than min_p times the likeliest.
     seed: makes the draws repeatable; None takes a fresh one. Output position i of a request draws with (seed, i) alone.
-    max_tokens: generated tokens at most; None is as many as the context holds.
+    stop: texts that end the output, which is cut before the earliest of them.
     stop_token_ids: further ids that end the output; the id itself is kept in `token_ids` and not in `text`.
+    bad_words: texts whose tokens never follow each other in the output, at its start or after a space.
+    include_stop_str_in_output: keep what ended the output, a text or a token, in `text`.
     ignore_eos: go on past the model's own end-of-sequence ids.
+    max_tokens: generated tokens at most; None is as many as the context holds.
+    min_tokens: generated tokens before anything may end the output.
+    logprobs: for each generated token its raw log-probability, before all of the above, and those of so many likeliest tokens.
+    prompt_logprobs: the same for each prompt token after the first.
+    detokenize: False leaves `text` empty.
     skip_special_tokens: leave special tokens out of `text`.
+    spaces_between_special_tokens: without effect, as none of the vocabularies read here puts spaces there.
+    logit_bias: {token id: number} added to logits.
+    allowed_token_ids: no other token is drawn.
+    structured_outputs: what the text must be; a StructuredOutputsParams, or a mapping of its fields.
+    output_kind: what each output of a stream holds: all so far (cumulative), what is new (delta), or all, once, at the end (final).
+    logits_processors: called in turn with (prompt_token_ids, output_token_ids, logits [vocab_size]) for the logits to draw from: names
+        that were registered, import paths `module:function`, or callables.
     timeout_ms: deadline for the whole request, queueing included; None takes the engine's.
-    n: answers to the prompt; they share its blocks, and answer i draws with (seed, i).
-    prompt_logprobs: for each prompt token after the first, its raw log-probability and those of so many likeliest tokens.
     priority: under the policy `priority` lower goes first.
     cache_salt: only requests of the same salt share blocks of equal prefixes.
 
-    Raises InvalidValueError naming field, value and range; UnsupportedError for vLLM fields not offered yet.
+    Raises InvalidValueError naming field, value and range.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = 16
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    timeout_ms: float | None = None
     n: int = 1
-    prompt_logprobs: int | None = None
-    priority: int = 0
-    cache_salt: str | None = None
-
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    stop: Any = None
-    bad_words: Any = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
     include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     detokenize: bool = True
+    skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    logit_bias: Any = None
-    allowed_token_ids: Any = None
-    structured_outputs: Any = None
-    output_kind: Any = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    output_kind: str = "cumulative"
+    logits_processors: Sequence[Any] = ()
+    timeout_ms: float | None = None
+    priority: int = 0
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
+        _integer("n", self.n, 1, MAX_ANSWERS)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
         _number("temperature", self.temperature, 0.0, 1e6)
-        _integer("top_k", self.top_k, -1, 2**31 - 1)
         _number("top_p", self.top_p, 0.0, 1.0, above=True)
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
         _number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        if isinstance(self.stop_token_ids, list):
-            msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if not isinstance(self.stop_token_ids, tuple):
-            raise InvalidValueError(f"stop_token_ids: {shown(self.stop_token_ids)}; allowed: a list of token ids")
-        for token_id in self.stop_token_ids:
-            _integer("stop_token_ids", token_id, 0, 2**31 - 1)
-        for name in ("ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidValueError(f"{name}: {shown(getattr(self, name))}; allowed: true or false")
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens if self.max_tokens is not None else 2**31 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        for name in FLAGS:
+            _flag(name, getattr(self, name))
         if self.timeout_ms is not None:
             _number("timeout_ms", self.timeout_ms, 0.0, 1e12, above=True)
-        _integer("n", self.n, 1, MAX_ANSWERS)
-        if self.prompt_logprobs is not None:
-            _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _integer("priority", self.priority, -(2**31), 2**31 - 1)
-        if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
+        if self.cache_salt is not None and not _is_text(self.cache_salt):
             raise InvalidValueError(f"cache_salt: {shown(self.cache_salt)}; allowed: a text that is not empty")
-        for name in NOT_YET:
-            if not _asks_for_nothing(name, getattr(self, name)):
-                value = getattr(self, name)
-                raise UnsupportedError(f"{name}: {shown(value)} is not available in this version of Octavo; leave it out")
+        if self.output_kind not in OUTPUT_KINDS:
+            raise InvalidValueError(f"output_kind: {shown(self.output_kind)}; allowed: {', '.join(OUTPUT_KINDS)}")
+        self._take_collections()
+        if self.stop and not self.detokenize:
+            raise InvalidValueError("stop: it is looked for in the text; allowed: with detokenize: true")
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise InvalidValueError("ignore_eos: true; allowed: false where structured_outputs are asked for, which end with the text")
+
+    def _take_collections(self) -> None:
+        """Lists become tuples, and what may be given in several forms takes one."""
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        self._put("stop", _texts("stop", stop, MAX_STOPS, MAX_STOP_LENGTH))
+        self._put("bad_words", _texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_LENGTH))
+        self._put("stop_token_ids", _token_ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise InvalidValueError("allowed_token_ids: it is empty; allowed: None, or a list of at least one token id")
+            self._put("allowed_token_ids", allowed)
+        if self.logit_bias is not None:
+            self._put("logit_bias", _biases(self.logit_bias))
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
+            self._put("structured_outputs", StructuredOutputsParams.create(self.structured_outputs))
+        processors = self.logits_processors
+        if processors is None:
+            processors = ()
+        if not isinstance(processors, (list, tuple)) or not all(isinstance(one, str) or callable(one) for one in processors):
+            raise InvalidValueError(f"logits_processors: {shown(processors)}; allowed: a list of names, import paths and callables")
+        if len(processors) > MAX_PROCESSORS:
+            raise InvalidValueError(f"logits_processors: {len(processors)} of them; allowed: {MAX_PROCESSORS} at most")
+        self._put("logits_processors", tuple(processors))
+
+    def _put(self, name: str, value: Any) -> None:
+        msgspec.structs.force_setattr(self, name, value)
 
     @property
     def greedy(self) -> bool:
@@ -128,17 +215,80 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return cls(**fields)
 
 
-_DEFAULTS = dict(zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True))
+FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens")
 
 
-def _asks_for_nothing(name: str, value: object) -> bool:
-    """Whether a field not offered yet is at its default, or, where it would be a collection, empty."""
-    default = _DEFAULTS[name]
-    if isinstance(value, (list, dict, tuple)):
-        return not value and name in ("stop", "bad_words", "logit_bias", "allowed_token_ids", "structured_outputs")
-    if isinstance(default, bool) or isinstance(value, bool):
-        return type(value) is type(default) and value == default
-    return value is default or (isinstance(value, (int, float)) and value == default)
+def _schema(schema: object) -> None:
+    """A text, or a mapping that is JSON."""
+    legal = _is_text(schema) or isinstance(schema, dict)
+    try:
+        msgspec.json.encode(schema)
+        plain = _is_json(schema)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        plain = False
+    if not legal or not plain:
+        raise InvalidValueError(f"structured_outputs.json: {shown(schema)}; allowed: a JSON schema, as a mapping or as JSON text")
+
+
+def _is_json(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(inner) for key, inner in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**64
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, str)
+
+
+def _is_text(value: object) -> bool:
+    """A text that is not empty, and holds no half of a character."""
+    if not isinstance(value, str) or not value:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidValueError(f"{name}: {shown(value)}; allowed: true or false")
+
+
+def _texts(name: str, values: Any, most: int, longest: int) -> tuple[str, ...]:
+    if values is None:
+        return ()
+    if not isinstance(values, (list, tuple)) or not all(_is_text(one) and len(one) <= longest for one in values):
+        raise InvalidValueError(f"{name}: {shown(values)}; allowed: a list of texts of 1 to {longest} characters")
+    if len(values) > most:
+        raise InvalidValueError(f"{name}: {len(values)} texts; allowed: {most} at most")
+    return tuple(values)
+
+
+def _token_ids(name: str, values: Any) -> tuple[int, ...]:
+    if not isinstance(values, (list, tuple)):
+        raise InvalidValueError(f"{name}: {shown(values)}; allowed: a list of token ids")
+    for token_id in values:
+        _integer(name, token_id, 0, 2**31 - 1)
+    return tuple(values)
+
+
+def _biases(values: Any) -> dict[int, float]:
+    """JSON has no numbers for keys, so digits will do."""
+    if not isinstance(values, dict):
+        raise InvalidValueError(f"logit_bias: {shown(values)}; allowed: {{token id: a number from -100 to 100}}")
+    if len(values) > MAX_BIASES:
+        raise InvalidValueError(f"logit_bias: {len(values)} entries; allowed: {MAX_BIASES} at most")
+    found = {}
+    for key, bias in values.items():
+        token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11 else key
+        _integer("logit_bias", token_id, 0, 2**31 - 1)
+        _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        found[token_id] = float(bias)
+    return found
 
 
 def _number(name: str, value: object, low: float, high: float, above: bool = False) -> None:

@@ -29,6 +29,8 @@ def logits(runner: Runner, token_ids: list[int], chunk: int | None = None, shuff
     count = -(-len(token_ids) // size)
     order = torch.randperm(runner.capacity.num_blocks, generator=torch.Generator().manual_seed(0)) if shuffled else torch.arange(count)
     table = order[:count].tolist()
+    pool = runner.capacity.num_blocks
+    runner.prepare(StepPlan(step=0, pool_blocks=pool, released=[], copies=[], rows=[]))  # waits until all have memory
     parts = []
     step = chunk or len(token_ids)
     for start in range(0, len(token_ids), step):
@@ -36,7 +38,7 @@ def logits(runner: Runner, token_ids: list[int], chunk: int | None = None, shuff
         assign = Assignment(params=SamplingParams(), seed=0, history=token_ids, prompt_length=len(token_ids)) if start == 0 else None
         held, wanted = -(-start // size), -(-(start + taken) // size)
         row = Row(slot=0, start=start, count=taken, num_logits=taken, tables=[TableUpdate(held, table[held:wanted])], assign=assign)
-        runner.prepare(StepPlan(step=1, pool_blocks=runner.capacity.num_blocks, released=[], copies=[], rows=[row]))
+        runner.prepare(StepPlan(step=1, pool_blocks=pool, released=[], copies=[], rows=[row]))
         with torch.inference_mode():
             parts.append(runner.model.logits(runner.forward([row])).float())
     return torch.cat(parts)

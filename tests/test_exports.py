@@ -9,7 +9,14 @@ import octavo
 
 
 def test_exported_names_stand():
-    assert octavo.__all__ == ["LLM", "EngineConfig", "RequestOutput", "SamplingParams"]
+    assert octavo.__all__ == [
+        "LLM",
+        "EngineConfig",
+        "RequestOutput",
+        "SamplingParams",
+        "StructuredOutputsParams",
+        "register_logits_processor",
+    ]
 
 
 @pytest.mark.parametrize("name", octavo.__all__)

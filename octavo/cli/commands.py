@@ -9,11 +9,10 @@ import typer
 from typer.core import TyperGroup
 
 from octavo.cli.bench import bench
-from octavo.cli.flags import with_flags
+from octavo.cli.flags import Sampling, with_flags
 from octavo.cli.terminal import open_llm, show_error
 from octavo.config import EngineConfig
 from octavo.errors import InvalidValueError, OctavoError
-from octavo.sampling_params import SamplingParams
 
 
 class Commands(TyperGroup):
@@ -104,7 +103,7 @@ def rm(
 @with_flags(max_tokens=128)
 def generate(
     config: EngineConfig,
-    params: SamplingParams,
+    sampling: Sampling,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="one prompt is streamed, several run together")] = None,
     file: Annotated[
         str | None, typer.Option("--file", metavar="FILE", help="prompts, one a line; .jsonl with prompt or messages; - is stdin")
@@ -121,22 +120,23 @@ def generate(
     """Complete prompts. Answers go to stdout, a line of figures to stderr."""
     from octavo.cli.generate import read_prompts, run
 
-    if params.prompt_logprobs is not None and not json:
-        raise InvalidValueError("--prompt-logprobs: they are printed as JSON only; give --json too")
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in sampling.given and not json:
+            raise InvalidValueError(f"--{name.replace('_', '-')}: they are printed as JSON only; give --json too")
     if save_stats is not None:
         from octavo.cli.advise import check_target
 
         check_target(save_stats)
     wanted = read_prompts(prompts or [], file)
     with open_llm(model, revision, config) as llm:
-        run(llm, wanted, params, chat, system, json, save_stats)
+        run(llm, wanted, sampling.params(llm.recommended), chat, system, json, save_stats)
 
 
 @app.command()
-@with_flags(max_tokens=256, leave_out=("n", "prompt_logprobs", "priority", "cache_salt"))
+@with_flags(max_tokens=256, leave_out=("n", "logprobs", "prompt_logprobs", "priority", "cache_salt"))
 def chat(
     config: EngineConfig,
-    params: SamplingParams,
+    sampling: Sampling,
     system: SystemOption = None,
     model: ModelOption = DEFAULT_MODEL,
     revision: RevisionOption = None,
@@ -145,7 +145,7 @@ def chat(
     from octavo.cli.chat import run
 
     with open_llm(model, revision, config) as llm:
-        run(llm, params, system)
+        run(llm, sampling.params(llm.recommended), system)
 
 
 @app.command()

@@ -161,7 +161,11 @@ def _as_json(prompt: Prompt, output: RequestOutput) -> str:
 
 
 def _answer(answer: CompletionOutput) -> dict[str, Any]:
-    record = {"text": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
+    record: dict[str, Any] = {"text": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
+    if answer.stop_reason is not None:
+        record["stop_reason"] = answer.stop_reason
+    if answer.logprobs is not None:
+        record["logprobs"] = [{key: asdict(one) for key, one in scores.items()} for scores in answer.logprobs]
     return record | ({"error": answer.error} if answer.error else {})
 
 

@@ -35,6 +35,7 @@ class Request:
     """A prompt and what was asked of it.
 
     max_length: tokens, prompt included, at which every answer ends; never more than the longest sequence the engine holds.
+    ends: token ids that end an answer. bad_words: the tokens of the parameters' bad_words, in every spelling that is to be kept out.
     deadline: when the request times out, on the clock that `Scheduler.schedule` is given; None for never.
     scope: adapter and cache salt, where there is one; prefixes are shared within it.
     events: what was done with the request and why, oldest first. num_live: answers that have not ended.
@@ -43,6 +44,7 @@ class Request:
     __slots__ = (
         "adapter",
         "arrival",
+        "bad_words",
         "deadline",
         "ends",
         "eos_token_ids",
@@ -68,6 +70,7 @@ class Request:
         deadline: float | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         seed: int = 0,
+        bad_words: list[list[int]] | None = None,
         adapter: str | None = None,
     ) -> None:
         self.request_id = request_id
@@ -79,6 +82,7 @@ class Request:
         self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         self.ends = self.eos_token_ids | frozenset(params.stop_token_ids)
         self.seed = seed
+        self.bad_words = bad_words or []
         self.adapter = adapter
         self.scope = None if adapter is None and params.cache_salt is None else (adapter, params.cache_salt)
         self.events: list[Event] = []
@@ -161,7 +165,7 @@ class Sequence:
         self.leads = False
         self.wait = ""
         self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | None = None
+        self.stop_reason: int | str | None = None
         self.error: str | None = None
 
     def __repr__(self) -> str:
@@ -209,13 +213,17 @@ class Sequence:
         return "stop"
 
     def assignment(self, fork_source: int | None = None) -> Assignment:
+        request, params = self.request, self.request.params
+        hangs_on_ends = params.min_tokens > 0 or params.structured_outputs is not None
         return Assignment(
-            params=self.request.params,
-            seed=self.request.seed,
+            params=params,
+            seed=request.seed,
             history=list(self.tokens),
             prompt_length=self.num_prompt,
             choice=self.choice,
-            adapter=self.request.adapter,
+            adapter=request.adapter,
+            ends=sorted(request.ends) if hangs_on_ends else [],
+            bad_words=request.bad_words,
             fork_source=fork_source,
         )
 

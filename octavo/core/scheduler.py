@@ -40,11 +40,12 @@ GROWS = "the pool grows from {} blocks to {}"
 
 
 class Change(msgspec.Struct, gc=False):
-    """What a step, an abort or a deadline did to a sequence: tokens it gained, prompt positions scored, and whether it ended."""
+    """What a step, an abort or a deadline did to a sequence: tokens it gained, what was scored, and whether it ended."""
 
     sequence: Sequence
     token_ids: list[int]
     prompt_logprobs: list[list[Logprob]] | None = None
+    logprobs: list[list[Logprob]] | None = None
 
 
 _Flight = tuple[Sequence, int, int, bool]
@@ -174,6 +175,15 @@ class Scheduler:
                 self._end(sequence, reason, error)
                 self._changes.append(Change(sequence, []))
         return True
+
+    def stop(self, sequence: Sequence, stop_reason: str) -> None:
+        """End one answer at a stop text; its blocks are free at once. One that has ended otherwise meanwhile ends for this reason now."""
+        if not sequence.finished:
+            self._end(sequence, "stop")
+        else:
+            self._finished[sequence.finish_reason or "stop"] -= 1
+            self._finished["stop"] += 1
+        sequence.finish_reason, sequence.stop_reason = "stop", stop_reason
 
     def schedule(self, now: float) -> StepPlan | None:
         """Write the next plan; None where there is nothing to run, or two plans are in flight already."""
@@ -314,7 +324,7 @@ class Scheduler:
                         token_ids = token_ids[: place + 1]
                         self._end(sequence, sequence.note_end())
                         break
-                changes.append(Change(sequence, token_ids, scores))
+                changes.append(Change(sequence, token_ids, scores, row.logprobs))
             elif scores:
                 changes.append(Change(sequence, [], scores))
         self._counts["generated"] += generated

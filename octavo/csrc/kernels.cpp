@@ -2,6 +2,7 @@
 #include "attention.hpp"
 #include "linear.hpp"
 #include "rows.hpp"
+#include "sampling.hpp"
 
 namespace octavo::OCTAVO_ISA {
 
@@ -15,7 +16,7 @@ static size_t state_floats(const AttentionCall& call) { return Scratch::state_fl
 extern const Kernels kernels;
 const Kernels kernels{
     OCTAVO_NAME(OCTAVO_ISA), scratch_floats, state_floats, store_token, attend, merge, rms_norm, silu_and_mul, argmax,
-    prepared_bytes,          prepare,        product_bytes, multiply,   embed,
+    sample_bytes,            sample,         prepared_bytes, prepare,   product_bytes, multiply, embed,
 };
 
 }  // namespace octavo::OCTAVO_ISA

@@ -108,6 +108,20 @@ struct ArgmaxCall {
     int64_t* places;
 };
 
+// x [rows, size] -> a place drawn from each row, whose largest value, finite, is in peaks. temperature, min_p, top_k (0: none), top_p and
+// uniform, in [0, 1): one a row.
+struct SampleCall {
+    const float* x;
+    int64_t stride, size;
+    const float* peaks;
+    const float* temperature;
+    const float* min_p;
+    const int64_t* top_k;
+    const double* top_p;
+    const double* uniform;
+    int64_t* places;
+};
+
 // ids [tokens] -> out [tokens, inputs].
 struct EmbeddingCall {
     const Matrix* matrix;
@@ -128,6 +142,9 @@ struct Kernels {
     void (*rms_norm)(const NormCall&, int64_t token);
     void (*silu_and_mul)(const GateCall&, int64_t token);
     void (*argmax)(const ArgmaxCall&, int64_t row);
+    // Bytes of scratch for one call of sample.
+    size_t (*sample_bytes)(const SampleCall&);
+    void (*sample)(const SampleCall&, int64_t row, char* scratch);
     // Bytes of a row as the products read it; 0 where x is read as it is.
     size_t (*prepared_bytes)(const LinearCall&);
     void (*prepare)(const LinearCall&, int64_t row, char* to);

@@ -120,6 +120,20 @@ public:
         by_token(kernels->argmax, ArgmaxCall{at<float>(x), stride, size, at<float>(peaks), at<int64_t>(places)}, rows, size);
     }
 
+    void sample(uintptr_t x, int64_t stride, int64_t rows, int64_t size, uintptr_t peaks, uintptr_t temperature, uintptr_t min_p,
+                uintptr_t top_k, uintptr_t top_p, uintptr_t uniform, uintptr_t places) const {
+        const SampleCall call{at<float>(x),       stride,           size,           at<float>(peaks),    at<float>(temperature),
+                              at<float>(min_p),   at<int64_t>(top_k), at<double>(top_p), at<double>(uniform), at<int64_t>(places)};
+        const size_t bytes = kernels->sample_bytes(call);
+#pragma omp parallel if (rows > 1)
+        {
+            thread_local std::vector<char> scratch;
+            if (scratch.size() < bytes) scratch.resize(bytes);
+#pragma omp for schedule(dynamic)
+            for (int64_t row = 0; row < rows; row++) kernels->sample(call, row, scratch.data());
+        }
+    }
+
 private:
     template <class Work>
     void perform(Work work) {
@@ -182,7 +196,8 @@ NB_MODULE(_native, m) {
         .def("silu_and_mul", &Backend::silu_and_mul, nb::call_guard<nb::gil_scoped_release>())
         .def("linear", &Backend::linear, nb::call_guard<nb::gil_scoped_release>())
         .def("embedding", &Backend::embedding, nb::call_guard<nb::gil_scoped_release>())
-        .def("argmax", &Backend::argmax, nb::call_guard<nb::gil_scoped_release>());
+        .def("argmax", &Backend::argmax, nb::call_guard<nb::gil_scoped_release>())
+        .def("sample", &Backend::sample, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace octavo

@@ -7,21 +7,24 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from octavo.config import EngineConfig
 from octavo.core.request import Request
 from octavo.core.scheduler import Change, Scheduler
 from octavo.core.stats import CompactionReport, Record, Stats
-from octavo.errors import EngineError, InvalidValueError, PromptTooLongError, shown
+from octavo.errors import EngineError, InvalidValueError, PromptTooLongError, UnsupportedError, shown
 from octavo.executor.base import Executor
 from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from octavo.plan import Logprob as RankedToken
 from octavo.plan import StepPlan
 from octavo.sampling_params import SamplingParams
 from octavo.text.detokenizer import Detokenizer
+from octavo.text.grammar import Grammars
+from octavo.text.stops import StopSearch
 from octavo.text.tokenizer import Tokenizer
+from octavo.worker import logits_processors
 
 Prompt = str | list[int] | dict[str, list[int]]
 
@@ -30,17 +33,18 @@ logger = logging.getLogger("octavo")
 
 @dataclass(slots=True)
 class _Live:
-    """A request's output as it grows; a detokenizer for each answer."""
+    """A request's output as it grows; a detokenizer for each answer, and a search for stop texts where there are any."""
 
     request: Request
     output: RequestOutput
     detokenizers: list[Detokenizer]
+    searches: list[StopSearch] | None
 
 
 class Engine:
     """One scheduler, one executor. Not thread-safe: all calls come from one thread, the one that computes.
 
-    clock: monotonic seconds, for deadlines and metrics.
+    clock: monotonic seconds, for deadlines and metrics. grammars: the workers', where they are in this process.
     """
 
     def __init__(
@@ -50,13 +54,16 @@ class Engine:
         tokenizer: Tokenizer,
         *,
         eos_token_ids: frozenset[int] = frozenset(),
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.executor = executor
         self.tokenizer = tokenizer
+        self.grammars = grammars or Grammars(tokenizer)
         self.capacity = executor.capacity
-        self._eos_token_ids = eos_token_ids
+        # An id beyond the logits is never drawn.
+        self._eos_token_ids = frozenset(token_id for token_id in eos_token_ids if token_id < self.capacity.vocab_size)
         self._check_invariants = config.memory.check_invariants
         self._clock = clock
         self._numbers = itertools.count()
@@ -106,11 +113,24 @@ class Engine:
 
     def check(self, params: SamplingParams) -> None:
         """Refuse parameters that are wrong for this model. Raises InvalidValueError."""
-        for token_id in params.stop_token_ids:
-            if token_id >= self.capacity.vocab_size:
-                raise InvalidValueError(f"stop_token_ids: {token_id}; allowed: 0 to {self.capacity.vocab_size - 1}")
-        if (params.prompt_logprobs or 0) > self.capacity.vocab_size:
-            raise InvalidValueError(f"prompt_logprobs: {params.prompt_logprobs}; the vocabulary has {self.capacity.vocab_size} tokens")
+        size = self.capacity.vocab_size
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                if token_id >= size:
+                    raise InvalidValueError(f"{name}: {token_id}; allowed: 0 to {size - 1}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > size:
+                raise InvalidValueError(f"{name}: {getattr(params, name)}; the vocabulary has {size} tokens")
+        for processor in params.logits_processors:
+            if not isinstance(processor, str) and not self.executor.takes_callables:
+                raise UnsupportedError(
+                    "logits_processors: a callable cannot be sent to this engine's workers; give a registered name, or module:function"
+                )
+            logits_processors.find(processor)
+        if params.structured_outputs is not None:
+            if not self._eos_token_ids and not params.stop_token_ids:
+                raise UnsupportedError("structured_outputs: the model has no end-of-sequence token to end the text with")
+            self.grammars.check(params.structured_outputs)
 
     def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> str:
         """Queue a request; returns its id. Raises InvalidValueError, queueing nothing, for what can never run."""
@@ -133,14 +153,19 @@ class Engine:
             deadline=None if timeout_ms is None else now + timeout_ms / 1000,
             eos_token_ids=self._eos_token_ids,
             seed=params.seed if params.seed is not None else _seed(self.config.model.seed, number),
+            bad_words=self._spellings(params.bad_words),
         )
         self.scheduler.add(request)
         outputs = [CompletionOutput(sequence.choice, "", []) for sequence in request.sequences]
+        if params.logprobs is not None:
+            for answer in outputs:
+                answer.logprobs, answer.cumulative_logprob = [], 0.0
         metrics = RequestMetrics(now, events=request.events)
         scores: list[dict[int, Logprob] | None] | None = None if params.prompt_logprobs is None else [None]
         output = RequestOutput(request.request_id, text, ids, outputs, False, metrics, prompt_logprobs=scores)
         detokenizers = [Detokenizer(self.tokenizer, ids, params.skip_special_tokens) for _ in outputs]
-        self._live[request.request_id] = _Live(request, output, detokenizers)
+        searches = [StopSearch(params.stop, params.include_stop_str_in_output) for _ in outputs] if params.stop else None
+        self._live[request.request_id] = _Live(request, output, detokenizers, searches)
         return request.request_id
 
     def abort(self, request_id: str) -> bool:
@@ -221,25 +246,29 @@ class Engine:
         live = self._live.get(sequence.request.request_id)
         if live is None or live.request is not sequence.request:  # its caller has gone, and may have used the id again
             return None
-        output, now = live.output, self._clock()
-        completion, detokenizer = output.outputs[sequence.choice], live.detokenizers[sequence.choice]
+        output, now, params = live.output, self._clock(), live.request.params
+        completion = output.outputs[sequence.choice]
+        if params.output_kind == "delta":
+            for answer in output.outputs:
+                answer.drop_read()
         if change.prompt_logprobs and output.prompt_logprobs is not None:
             output.prompt_logprobs += [self._readable(tokens) for tokens in change.prompt_logprobs]
         if change.token_ids and output.metrics.first_token is None:
             output.metrics.first_token = now
         completion.token_ids += change.token_ids
-        # A stop id belongs to the tokens and not to the text.
-        spoken = change.token_ids[:-1] if sequence.finish_reason == "stop" else change.token_ids
-        delta = detokenizer.push(spoken)
+        if change.logprobs and completion.logprobs is not None and completion.cumulative_logprob is not None:
+            completion.logprobs += [self._readable(tokens) for tokens in change.logprobs]
+            completion.cumulative_logprob += sum(tokens[0].logprob for tokens in change.logprobs)
+        if params.detokenize:
+            delta = self._text_of(change, live)
+            completion.text += delta
+            completion.unread += delta
         if sequence.finished:
-            delta += detokenizer.finish()
             completion.finish_reason, completion.stop_reason, completion.error = (
                 sequence.finish_reason,
                 sequence.stop_reason,
                 sequence.error,
             )
-        completion.text += delta
-        completion.unread += delta
         output.num_cached_tokens = live.request.sequences[0].num_cached
         if sequence.num_preemptions:
             output.metrics.preemptions = sum(one.num_preemptions for one in live.request.sequences)
@@ -247,7 +276,37 @@ class Engine:
             output.finished = True
             output.metrics.finished = now
             del self._live[output.request_id]
-        return output
+        return output if output.finished or params.output_kind != "final" else None
+
+    def _text_of(self, change: Change, live: _Live) -> str:
+        """The text that a change adds; a stop text in it ends the sequence."""
+        sequence, params = change.sequence, live.request.params
+        detokenizer = live.detokenizers[sequence.choice]
+        # A stop id belongs to the tokens, and to the text only where that is asked.
+        is_stop_id = sequence.finish_reason == "stop" and not params.include_stop_str_in_output
+        delta = detokenizer.push(change.token_ids[:-1] if is_stop_id else change.token_ids)
+        if sequence.finished:
+            delta += detokenizer.finish()
+        if live.searches is None:
+            return delta
+        search = live.searches[sequence.choice]
+        may_end = sequence.finish_reason in (None, "stop", "length") and len(sequence.tokens) - sequence.num_prompt > params.min_tokens
+        delta, found = search.push(delta, may_end)
+        if found is not None:
+            self.scheduler.stop(sequence, found)
+        elif sequence.finished:
+            delta += search.finish()
+        return delta
+
+    def _spellings(self, bad_words: Sequence[str]) -> list[list[int]]:
+        """The tokens of texts as they stand at a beginning, and after a space."""
+        found = []
+        for word in bad_words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                if ids and ids not in found and max(ids) < self.capacity.vocab_size:
+                    found.append(ids)
+        return found
 
     def _readable(self, tokens: list[RankedToken]) -> dict[int, Logprob]:
         return {one.token_id: Logprob(one.logprob, one.rank, self._text(one.token_id)) for one in tokens}

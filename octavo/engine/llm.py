@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from octavo.config import EngineConfig
 from octavo.core.stats import CompactionReport, Record, Stats
@@ -13,12 +17,32 @@ from octavo.errors import CheckpointError, EngineError, InvalidValueError, shown
 from octavo.outputs import RequestOutput
 from octavo.plan import Capacity
 from octavo.sampling_params import SamplingParams
+from octavo.text.grammar import Grammars
 from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from octavo.advice import Advice
 
 Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of a text, the log-probability of each token after the first, given those before it."""
+
+    logprobs: list[float]
+
+    @property
+    def logprob(self) -> float:
+        return math.fsum(self.logprobs)
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean negative log-probability; NaN for a text of one token."""
+        if not self.logprobs:
+            return math.nan
+        nats = -self.logprob / len(self.logprobs)
+        return math.exp(nats) if nats < 700 else math.inf
 
 
 class LLM:
@@ -54,7 +78,10 @@ class LLM:
             ends = ends if isinstance(ends, list) else [ends]
             if not all(isinstance(token_id, int) for token_id in ends):
                 raise CheckpointError(f"{checkpoint.path}: eos_token_id: {shown(ends)}; allowed: a token id, or a list of them")
-            executor = InlineExecutor(checkpoint, self.config, on_tensor)
+            self.recommended = _recommended(checkpoint.generation_config)
+            """Sampling parameters that the model's authors recommend, in its generation_config."""
+            grammars = Grammars(self.tokenizer)
+            executor = InlineExecutor(checkpoint, self.config, on_tensor, grammars)
         finally:
             checkpoint.close()
         self._unread: dict[str, RequestOutput] = {}
@@ -63,6 +90,7 @@ class LLM:
             executor,
             self.tokenizer,
             eos_token_ids=frozenset([*self.tokenizer.eos_token_ids, *ends]),
+            grammars=grammars,
         )
 
     @property
@@ -75,6 +103,13 @@ class LLM:
         if self._engine is None:
             raise EngineError("the engine is closed")
         return self._engine
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is `recommended`, and the usual defaults for the rest; used where no parameters are given."""
+        return SamplingParams(**self.recommended)
+
+    def _or_default(self, params: SamplingParams | Sequence[SamplingParams] | None) -> SamplingParams | Sequence[SamplingParams]:
+        return self.get_default_sampling_params() if params is None else params
 
     def generate(
         self,
@@ -89,7 +124,7 @@ class LLM:
         on_progress: called with each request that ended. Raises InvalidValueError before anything runs.
         """
         many = _as_prompts(prompts)
-        params = _as_params(sampling_params, len(many))
+        params = _as_params(self._or_default(sampling_params), len(many))
         engine = self.engine
         encoded = [_encode(engine, prompt, place, len(many)) for place, prompt in enumerate(many)]
         for one in params:
@@ -98,7 +133,9 @@ class LLM:
         done: dict[str, RequestOutput] = {}
         try:
             for (text, token_ids), one in zip(encoded, params, strict=True):
-                ids.append(engine.add_encoded(text, token_ids, one))
+                # Nobody reads in between.
+                whole = one if one.output_kind == "final" else msgspec.structs.replace(one, output_kind="final")
+                ids.append(engine.add_encoded(text, token_ids, whole))
             mine = set(ids)
             while len(done) < len(ids):
                 for request_id in self._run(mine):
@@ -118,7 +155,7 @@ class LLM:
         The request is queued when the first output is asked for; closing the iterator aborts it. Several streams, and `generate`
         within one, share the batch: whoever asks drives the engine, and each reads its own. Raises InvalidValueError at once.
         """
-        (params,) = _as_params(sampling_params, 1)
+        (params,) = _as_params(self._or_default(sampling_params), 1)
         self.engine.check(params)
         text, token_ids = self.engine.encode(prompt)
         return self._follow(text, token_ids, params)
@@ -165,6 +202,19 @@ class LLM:
             raise InvalidValueError("messages: a conversation is empty, or no list of messages")
         prompts: list[Prompt] = [self.tokenizer.encode_chat(conversation, **template_variables) for conversation in conversations]
         return self.generate(prompts, sampling_params, on_progress=on_progress)
+
+    def score(self, prompts: Prompt | Sequence[Prompt]) -> list[Score]:
+        """How likely the model holds texts of at least two tokens, from their prompt logprobs; in order."""
+        outputs = self.generate(prompts, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False))
+        found = []
+        for output in outputs:
+            answer = output.outputs[0]
+            if answer.finish_reason not in ("stop", "length"):
+                raise EngineError(f"a text was not scored: {answer.error or answer.finish_reason}")
+            ids = output.prompt_token_ids
+            scored = zip(ids[1:], (output.prompt_logprobs or [None])[1:], strict=True)
+            found.append(Score([scores[token_id].logprob for token_id, scores in scored if scores is not None]))
+        return found
 
     def abort(self, request_id: str) -> bool:
         """End a request from within a stream or a progress callback; False where it is not live."""
@@ -218,6 +268,17 @@ class LLM:
                 self._unread.pop(request_id, None)
 
 
+def _recommended(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises CheckpointError for a value that cannot be."""
+    names = {**{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}, "max_new_tokens": "max_tokens"}
+    given = {name: generation_config[theirs] for theirs, name in names.items() if generation_config.get(theirs) is not None}
+    try:
+        SamplingParams(**given)
+    except InvalidValueError as error:
+        raise CheckpointError(f"generation_config: {error}") from None
+    return given
+
+
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, dict)):
         return [prompts]
@@ -236,9 +297,7 @@ def _encode(engine: Engine, prompt: Prompt, place: int, count: int) -> tuple[str
         raise type(error)(f"prompts[{place}], {error}" if count > 1 else str(error)) from None
 
 
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
+def _as_params(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, (list, tuple)) or not all(isinstance(one, SamplingParams) for one in params):

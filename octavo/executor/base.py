@@ -11,6 +11,8 @@ class Executor(ABC):
     """Runs plans in order. `capacity` is the least over all workers."""
 
     capacity: Capacity
+    takes_callables = False
+    """Whether a plan's parameters may hold callables, which cannot be sent anywhere."""
 
     @abstractmethod
     def execute(self, plan: StepPlan) -> StepResult:

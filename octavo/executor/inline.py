@@ -9,12 +9,21 @@ from octavo.errors import EngineError
 from octavo.executor.base import Executor
 from octavo.loading.checkpoint import Checkpoint
 from octavo.plan import StepPlan, StepResult
+from octavo.text.grammar import Grammars
 from octavo.worker.runner import Runner
 
 
 class InlineExecutor(Executor):
-    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, on_tensor: Callable[[int, int], None] | None = None) -> None:
-        self._runner: Runner | None = Runner(checkpoint, config, on_tensor)
+    takes_callables = True
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        on_tensor: Callable[[int, int], None] | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self._runner: Runner | None = Runner(checkpoint, config, on_tensor, grammars)
         self.capacity = self._runner.capacity
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from octavo import _native
 from octavo.errors import ConfigError
-from octavo.ops.interface import AttentionBatch, Forward, LayerKV, Matrix
+from octavo.ops.interface import AttentionBatch, Draws, Forward, LayerKV, Matrix
 from octavo.ops.reference import ReferenceOps
 from octavo.quantization import Grouped
 
@@ -169,6 +169,27 @@ class CpuOps(ReferenceOps):
         peaks, places = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
         self._native.argmax(logits.data_ptr(), logits.stride(0), rows, size, peaks.data_ptr(), places.data_ptr())
         return peaks, places
+
+    def sample(self, logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
+        if logits.dtype != torch.float32:
+            return super().sample(logits, peaks, draws)
+        logits, peaks = _by_token(logits), peaks.contiguous()
+        rows, size = logits.shape
+        places = torch.empty(rows, dtype=torch.int64)
+        self._native.sample(
+            logits.data_ptr(),
+            logits.stride(0),
+            rows,
+            size,
+            peaks.data_ptr(),
+            draws.temperature.data_ptr(),
+            draws.min_p.data_ptr(),
+            draws.top_k.data_ptr(),
+            draws.top_p.data_ptr(),
+            draws.uniform.data_ptr(),
+            places.data_ptr(),
+        )
+        return places
 
     def paged_attention(
         self,

@@ -74,6 +74,23 @@ class AttentionBatch:
     prepared: dict[Any, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """How N rows are drawn from, a column each. Weights are exp((logit - peak) / temperature), in float32.
+
+    temperature, min_p: float32 [N], the first above 0. top_k: int64 [N], 0 for no limit. top_p, uniform: float64 [N], the second in [0, 1).
+    Kept are the top_k largest logits, of them those that weigh at least min_p, the peak weighing 1, and of them the fewest largest whose
+    share of the weight reaches top_p; of equal logits the lower ids. Drawn is the first id at which the weights of those kept, added up
+    in the order of ids, exceed `uniform` of all.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    uniform: Tensor
+
+
 Forward: TypeAlias = Callable[[Tensor, Tensor, list[LayerKV], AttentionBatch], Tensor]
 
 
@@ -108,6 +125,9 @@ class Ops(Protocol):
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """float32 [N, V] -> each row's largest value [N], NaN where the row holds one, and the first place it stands at [N]."""
+
+    def sample(self, logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
+        """float32 [N, V] logits whose largest values, finite, are peaks [N] -> a token id drawn for each row [N]."""
 
     def paged_attention(
         self,

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from octavo.ops.interface import AttentionBatch, BlockShape, Forward, LayerKV, Matrix
+from octavo.ops.interface import AttentionBatch, BlockShape, Draws, Forward, LayerKV, Matrix
 from octavo.quantization import GROUP, Grouped
 
 PRODUCT_ROWS = 32
@@ -90,6 +90,21 @@ class ReferenceOps:
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         peaks = logits.amax(-1)
         return peaks, (logits == peaks[:, None]).int().argmax(-1)  # torch's argmax of logits takes any of equal ones
+
+    def sample(self, logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
+        ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+        weights = ((ordered - peaks[:, None]) / draws.temperature[:, None]).exp()
+        weights.masked_fill_(weights < draws.min_p[:, None], 0.0)
+        ranks = torch.arange(logits.shape[-1], device=logits.device)
+        weights.masked_fill_((draws.top_k[:, None] > 0) & (ranks >= draws.top_k[:, None]), 0.0)
+        cumulative = weights.double().cumsum(-1)
+        # The token that crosses the share is the last one kept.
+        last = torch.searchsorted(cumulative, draws.top_p[:, None] * cumulative[:, -1:])
+        weights.masked_fill_((draws.top_p[:, None] < 1) & (ranks > last), 0.0)
+        cumulative = torch.zeros_like(weights).scatter_(-1, ids, weights).double().cumsum(-1)
+        # The first token whose cumulative weight exceeds the target; a token of weight 0 never is.
+        drawn = torch.searchsorted(cumulative, draws.uniform[:, None] * cumulative[:, -1:], right=True)
+        return drawn.clamp_(max=logits.shape[-1] - 1)[:, 0]
 
     def paged_attention(
         self,

@@ -11,16 +11,21 @@ from torch import Tensor
 
 from octavo.ops.interface import AttentionBatch
 from octavo.plan import Assignment, Row
+from octavo.worker.adjustments import Adjustments
 
 
 class Slot:
-    """What the worker holds of a running sequence. `history` grows by its own samples; `table` is the block table."""
+    """What the worker holds of a running sequence. `history` grows by its own samples; `table` is the block table.
 
-    __slots__ = ("_entries", "assignment", "history", "table")
+    adjustments: what changes its logits, made when it first samples; None where nothing does.
+    """
+
+    __slots__ = ("_entries", "adjustments", "assignment", "history", "table")
 
     def __init__(self, assignment: Assignment) -> None:
         self.assignment = assignment
         self.history = list(assignment.history)
+        self.adjustments: Adjustments | None = None
         self._entries = np.empty(0, dtype=np.int64)
         self.table = self._entries
 

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from octavo.plan import Logprob
 
+LEAST = -9999.0
+"""In the place of minus infinity, which JSON cannot say."""
+
 
 def score(logits: Tensor, token_ids: list[int], count: int) -> list[list[Logprob]]:
     """[N, vocab_size] raw logits -> for each row its token, then the `count` likeliest by rank, of equal ones the lower id first.
@@ -16,7 +19,7 @@ def score(logits: Tensor, token_ids: list[int], count: int) -> list[list[Logprob
     """
     if not torch.isfinite(logits.amax(-1)).all():
         raise FloatingPointError("no finite logits")
-    logprobs = logits.float().log_softmax(-1)
+    logprobs = logits.float().log_softmax(-1).clamp_(min=LEAST)
     asked = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])
     ranks = (logprobs > asked).sum(-1) + 1
     scores = [[Logprob(*each)] for each in zip(token_ids, asked[:, 0].tolist(), ranks.tolist(), strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -17,10 +18,13 @@ from octavo.layers.weights import Weights
 from octavo.loading.checkpoint import Checkpoint
 from octavo.ops.interface import AttentionBatch, BlockShape
 from octavo.plan import Capacity, Logprob, Row, RowResult, StepPlan, StepResult, Tier
+from octavo.text.grammar import Grammars, LookAhead
 from octavo.worker import batch, logprobs, sampler
+from octavo.worker.adjustments import Adjustments
 from octavo.worker.batch import Slot
 from octavo.worker.kv_store import KVStore
 from octavo.worker.memory import available_memory, available_processors
+from octavo.worker.sampler import Drawn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
@@ -29,9 +33,20 @@ SCORED_AT_ONCE = 32
 
 
 class Runner:
-    """Loads a model and runs it. All compute happens on the thread that calls, loading included."""
+    """Loads a model and runs it. All compute happens on the thread that calls, loading included.
 
-    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, on_tensor: Callable[[int, int], None] | None = None) -> None:
+    grammars: of the model's vocabulary, for structured output; without them it is refused.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        on_tensor: Callable[[int, int], None] | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self._grammars = grammars
+        self._masks: LookAhead | None = None
         self.device = _device(config.model.device)
         torch.set_num_threads(_threads(config.model.threads))
         model_config, decoder = models.find(checkpoint.config)
@@ -93,6 +108,8 @@ class Runner:
         """Give KV memory back."""
         self._slots.clear()
         self._kv.close()
+        if self._masks is not None:
+            self._masks.close()
 
     def execute(self, plan: StepPlan) -> StepResult:
         copy_seconds = self.prepare(plan)
@@ -144,34 +161,58 @@ class Runner:
         # A sum is finite where its parts are: normalised, they are small.
         finite = np.logical_and.reduceat(np.isfinite(hidden.sum(-1, dtype=torch.float32).cpu().numpy()), ends - counts)
         sampled = self._sample(rows, hidden, ends)
-        return [
+        results = [
             self._result(row, hidden, end, sampled) if sound else self._failed(row)
             for row, end, sound in zip(rows, ends.tolist(), finite.tolist(), strict=True)
         ]
+        self._look_ahead(rows)
+        return results
 
-    def _sample(self, rows: list[Row], hidden: Tensor, ends: np.ndarray) -> dict[int, int | None]:
-        """The next token of each slot whose row ends with the last one known; None where no logit is finite."""
-        places, draws = [], []
+    def _sample(self, rows: list[Row], hidden: Tensor, ends: np.ndarray) -> dict[int, Drawn]:
+        """The next token of each slot whose row ends with the last one known."""
+        places, draws, failed = [], [], {}
         for place, row in enumerate(rows):
-            asked, known = self._slots[row.slot].assignment, len(self._slots[row.slot].history)
-            if row.num_logits and row.start + row.count == known:
-                places.append(place)
-                draws.append(sampler.Draw(asked.params, asked.seed, asked.choice, known - asked.prompt_length))
-        token_ids = sampler.sample(self._ops, self.model.logits(hidden[ends[places] - 1]), draws) if places else []
-        return {rows[place].slot: token_id for place, token_id in zip(places, token_ids, strict=True)}
+            slot = self._slots[row.slot]
+            if row.num_logits and row.start + row.count == len(slot.history):
+                try:
+                    draws.append(sampler.Draw(slot.assignment, slot.history, self._adjustments(slot)))
+                    places.append(place)
+                except ValueError as error:
+                    failed[row.slot] = Drawn(None, error=str(error))
+        drawn = sampler.sample(self._ops, self.model.logits(hidden[ends[places] - 1]), draws) if places else []
+        return failed | {rows[place].slot: one for place, one in zip(places, drawn, strict=True)}
 
-    def _result(self, row: Row, hidden: Tensor, end: int, sampled: dict[int, int | None]) -> RowResult:
+    def _adjustments(self, slot: Slot) -> Adjustments | None:
+        if slot.adjustments is None and Adjustments.are_asked(slot.assignment.params):
+            slot.adjustments = Adjustments(slot.assignment, self._grammars)
+        return slot.adjustments
+
+    def _look_ahead(self, rows: list[Row]) -> None:
+        """Begin the masks of the next step, which its bookkeeping need not wait for."""
+        matchers = []
+        for row in rows:
+            slot = self._slots[row.slot]
+            if slot.adjustments is not None and slot.adjustments.matcher is not None:
+                with contextlib.suppress(ValueError):  # a token that does not fit ends the sequence when it next samples
+                    slot.adjustments.follow(slot.history)
+                    matchers.append(slot.adjustments.matcher)
+        if matchers:
+            self._masks = self._masks or LookAhead()
+            self._masks.begin(matchers)
+
+    def _result(self, row: Row, hidden: Tensor, end: int, sampled: dict[int, Drawn]) -> RowResult:
         try:
             scores = self._prompt_logprobs(row, hidden, end)
         except FloatingPointError:
             return self._failed(row)
         if row.slot not in sampled:
             return RowResult(slot=row.slot, prompt_logprobs=scores)
-        token_id = sampled[row.slot]
-        if token_id is None:
-            return self._failed(row)
-        self._slots[row.slot].history.append(token_id)
-        return RowResult(slot=row.slot, token_ids=[token_id], prompt_logprobs=scores)
+        drawn = sampled[row.slot]
+        if drawn.token_id is None:
+            return self._failed(row, drawn.error)
+        self._slots[row.slot].history.append(drawn.token_id)
+        own = None if drawn.logprobs is None else [drawn.logprobs]
+        return RowResult(slot=row.slot, token_ids=[drawn.token_id], logprobs=own, prompt_logprobs=scores)
 
     def _prompt_logprobs(self, row: Row, hidden: Tensor, end: int) -> list[list[Logprob]] | None:
         """Scores of those among the row's last `num_logits` positions that a prompt token follows. end: where the row ends in `hidden`."""
@@ -187,7 +228,7 @@ class Runner:
             scores += logprobs.score(logits, history[at + 1 : until + 1], asked.params.prompt_logprobs)
         return scores
 
-    def _failed(self, row: Row) -> RowResult:
+    def _failed(self, row: Row, error: str | None = None) -> RowResult:
         """Zeros take the place of what the row wrote, which must not meet another sequence, not even as a value of weight zero."""
         shape, places = self._kv.shape, np.arange(row.start, row.start + row.count)
         table = self._slots[row.slot].table
@@ -198,7 +239,7 @@ class Runner:
         angles = torch.zeros(row.count, 0, device=self.device)
         for layer in self._kv.layers:
             self._ops.paged_attention(zeros, zeros, zeros, (angles, angles), layer, alone, 1.0, 1)
-        return RowResult(slot=row.slot, error="the model gave no finite logits for this request")
+        return RowResult(slot=row.slot, error=error or "the model gave no finite logits for this request")
 
 
 def _threads(wanted: int | str) -> int:

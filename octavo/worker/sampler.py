@@ -1,7 +1,7 @@
-"""From logits to tokens. Every choice depends on a row's own logits, parameters, seed and output position, and on nothing else.
+"""From logits to tokens. Every choice depends on a row's own logits, parameters, history, seed and output position, and on nothing else.
 
-A draw inverts the cumulative distribution at one uniform number, itself a hash of (seed, choice, output position). The
-filters keep the largest probabilities, and of equal ones those of the lower ids, whatever order a library sorts them in.
+A draw inverts the cumulative distribution at one uniform number, itself a hash of (seed, choice, output position). Rows pay for what
+they ask: a greedy one takes the largest logit and sees no softmax, and only those are adjusted that have adjustments.
 """
 
 from __future__ import annotations
@@ -13,88 +13,96 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.interface import Ops
-from octavo.sampling_params import SamplingParams
+from octavo.ops.interface import Draws, Ops
+from octavo.plan import Assignment, Logprob
+from octavo.worker import adjustments, logprobs
+from octavo.worker.adjustments import Adjustments
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Draw:
-    """One row's part in sampling: what was asked, and the coordinates of its random number."""
+    """One row's part in sampling: whose it is, the tokens known, and what changes its logits, None where nothing does."""
 
-    params: SamplingParams
-    seed: int
-    choice: int
-    position: int
+    assignment: Assignment
+    history: list[int]
+    adjustments: Adjustments | None = None
+
+    @property
+    def position(self) -> int:
+        """Tokens generated before."""
+        return len(self.history) - self.assignment.prompt_length
 
 
-def sample(ops: Ops, logits: Tensor, draws: list[Draw]) -> list[int | None]:
-    """float32 [N, vocab_size] logits -> a token id a row, None where the row holds NaN or nothing finite."""
+@dataclass(slots=True)
+class Drawn:
+    """A token and, where asked, the raw log-probabilities at its position; or why there is none."""
+
+    token_id: int | None
+    logprobs: list[Logprob] | None = None
+    error: str | None = None
+
+
+def sample(ops: Ops, logits: Tensor, draws: list[Draw]) -> list[Drawn]:
+    """float32 [N, vocab_size] logits, which may be changed -> what was drawn for each row."""
+    scored = [row for row, draw in enumerate(draws) if draw.assignment.params.logprobs is not None]
+    raw = logits[scored] if scored else None
+    adjusted = [(row, draw.adjustments, draw.history) for row, draw in enumerate(draws) if draw.adjustments is not None]
+    errors = adjustments.apply(logits, adjusted) if adjusted else {}
     peaks, best = ops.argmax(logits)
-    ids: list[int | None] = best.tolist()
-    finite = [math.isfinite(peak) for peak in peaks.tolist()]
-    random = [row for row, draw in enumerate(draws) if finite[row] and not draw.params.greedy]
+    drawn = [Drawn(token_id) for token_id in best.tolist()]
+    for row, peak in enumerate(peaks.tolist()):
+        if row in errors:
+            drawn[row] = Drawn(None, error=errors[row])
+        elif not math.isfinite(peak):
+            drawn[row] = Drawn(None, error=_empty(draws[row], peak))
+    random = [row for row, draw in enumerate(draws) if drawn[row].error is None and not draw.assignment.params.greedy]
     if random:
-        drawn = _draw(logits[random], [draws[row] for row in random])
-        for row, token_id in zip(random, drawn, strict=True):
-            ids[row] = token_id
-    return [token_id if finite[row] else None for row, token_id in enumerate(ids)]
+        chosen = logits if len(random) == len(draws) else logits[random]
+        found = ops.sample(chosen, peaks[random], _columns([draws[row] for row in random], logits.device))
+        for row, token_id in zip(random, found.tolist(), strict=True):
+            drawn[row].token_id = token_id
+    if raw is not None:
+        _score(raw, [(drawn[row], draws[row]) for row in scored])
+    return drawn
 
 
-def _draw(logits: Tensor, draws: list[Draw]) -> list[int]:
-    params = [draw.params for draw in draws]
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=logits.device, dtype=torch.float32)[:, None]
-
-    # Subtracting first keeps the division from overflowing at tiny temperatures.
-    logits = (logits - logits.amax(-1, keepdim=True)) / column([p.temperature for p in params])
-    weights = logits.exp_()  # the likeliest token weighs 1, so that min_p is a threshold as it stands
-    weights.masked_fill_(weights < column([p.min_p for p in params]), 0.0)
-    _keep_top_k(weights, [p.top_k for p in params])
-    _keep_top_p(weights, [p.top_p for p in params])
-
-    cumulative = weights.double().cumsum(-1)
-    uniform = torch.from_numpy(uniforms(draws)).to(logits.device)[:, None]
-    # The first token whose cumulative weight exceeds the target; a token of weight 0 never is.
-    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)[:, 0].tolist()
+def _columns(draws: list[Draw], device: torch.device) -> Draws:
+    params = [draw.assignment.params for draw in draws]
+    return Draws(
+        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+        top_k=torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int64, device=device),
+        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
+        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
+        uniform=torch.from_numpy(uniforms(draws)).to(device),
+    )
 
 
-def _keep_top_k(weights: Tensor, limits: list[int]) -> None:
-    rows = [row for row, limit in enumerate(limits) if 0 < limit < weights.shape[-1]]
-    if rows:
-        counts = torch.tensor([limits[row] for row in rows], device=weights.device)[:, None]
-        chosen = weights[rows]
-        weights[rows] = _keep_largest(chosen, chosen.topk(int(counts.max()), -1).values, counts)
+def _score(raw: Tensor, rows: list[tuple[Drawn, Draw]]) -> None:
+    """Log-probabilities as the model gave them, those of rows that ask for as many likeliest tokens together."""
+    by_count: dict[int, list[int]] = {}
+    sound = torch.isfinite(raw.amax(-1)).tolist()
+    for place, (one, draw) in enumerate(rows):
+        if one.token_id is not None and sound[place]:
+            by_count.setdefault(draw.assignment.params.logprobs or 0, []).append(place)
+        elif one.token_id is not None:  # a NaN that adjustments had overwritten
+            one.token_id, one.error = None, "the model gave no finite logits for this request"
+    for count, places in by_count.items():
+        token_ids = [token_id for place in places if (token_id := rows[place][0].token_id) is not None]
+        scores = logprobs.score(raw[places], token_ids, count)
+        for place, line in zip(places, scores, strict=True):
+            rows[place][0].logprobs = line
 
 
-def _keep_top_p(weights: Tensor, shares: list[float]) -> None:
-    rows = [row for row, share in enumerate(shares) if share < 1.0]
-    if rows:
-        chosen = weights[rows]
-        ordered = chosen.sort(-1, descending=True).values
-        cumulative = ordered.double().cumsum(-1)
-        wanted = torch.tensor([shares[row] for row in rows], dtype=torch.float64, device=weights.device)[:, None]
-        # The token that crosses the share is the last one kept.
-        counts = torch.searchsorted(cumulative, wanted * cumulative[:, -1:]).clamp_(max=weights.shape[-1] - 1) + 1
-        weights[rows] = _keep_largest(chosen, ordered, counts)
-
-
-def _keep_largest(weights: Tensor, ordered: Tensor, counts: Tensor) -> Tensor:
-    """Zero all but the `counts` [N, 1] largest of each row; of equal ones the lower ids stay. ordered: the largest, descending."""
-    last = ordered.gather(-1, counts - 1)
-    tied = (weights >= last).sum(-1, keepdim=True) > counts
-    weights = weights.masked_fill(weights < last, 0.0)
-    for row in tied[:, 0].nonzero()[:, 0].tolist():
-        equal = (weights[row] == last[row]).nonzero()[:, 0]
-        larger = int((weights[row] > last[row]).sum())
-        weights[row, equal[int(counts[row]) - larger :]] = 0.0
-    return weights
+def _empty(draw: Draw, peak: float) -> str:
+    if draw.adjustments is not None and peak == -math.inf:
+        return "no token is left to draw from: what the request allows excludes what else it asks for"
+    return "the model gave no finite logits for this request"
 
 
 def uniforms(draws: list[Draw]) -> np.ndarray:
     """One number in [0, 1) a row: (seed, choice, output position) through the finalizer of splitmix64, once for each."""
     state = np.zeros(len(draws), dtype=np.uint64)
-    for part in ([d.seed for d in draws], [d.choice for d in draws], [d.position for d in draws]):
+    for part in ([d.assignment.seed for d in draws], [d.assignment.choice for d in draws], [d.position for d in draws]):
         state = _mix(state ^ np.array([value & 0xFFFFFFFFFFFFFFFF for value in part], dtype=np.uint64))
     return (state >> np.uint64(11)) * 2.0**-53
 

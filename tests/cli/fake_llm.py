@@ -16,6 +16,7 @@ class FakeLLM:
     made: ClassVar[list["FakeLLM"]] = []
     cached = 0
     ceiling = 64
+    recommended: ClassVar[dict] = {}
 
     def __init__(self, model, config, on_tensor):
         self.model, self.config = str(model), config

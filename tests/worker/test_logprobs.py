@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from octavo.worker.logprobs import score
+from octavo.worker.logprobs import LEAST, score
 
 
 def plain(logits, token_ids, count):
@@ -41,7 +41,7 @@ def test_a_position_is_scored_alike_alone_and_among_others(rows):
 
 def test_tokens_that_cannot_be_are_scored_so():
     logits = torch.tensor([[-torch.inf, 1.0, -torch.inf, -torch.inf]])
-    assert as_tuples(score(logits, [2], 3)) == [[(2, -math.inf, 2), (1, 0.0, 1), (0, -math.inf, 2), (2, -math.inf, 2)]]
+    assert as_tuples(score(logits, [2], 3)) == [[(2, LEAST, 2), (1, 0.0, 1), (0, LEAST, 2), (2, LEAST, 2)]]
 
 
 @pytest.mark.parametrize("bad", [[math.nan, 1.0], [-math.inf, -math.inf], [math.inf, 1.0]])

@@ -1,35 +1,56 @@
 """Draws: right in distribution, repeatable, and blind to the neighbours."""
 
+import json
 import math
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from octavo import ops
+from octavo.ops.reference import ReferenceOps
+from octavo.plan import Assignment
 from octavo.sampling_params import SamplingParams
 from octavo.worker import sampler
+from octavo.worker.adjustments import Adjustments
 from octavo.worker.sampler import Draw, uniforms
 
+CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")
+NOT_FINITE = "the model gave no finite logits for this request"
 
 
-def sample(logits, draws):
-    return sampler.sample(ops.backend(logits.device), logits.float(), draws)
+def drawn(logits, draws, backend=None):
+    """What `sample` gives; it may change the logits it is given, and here they are kept."""
+    return sampler.sample(backend or ops.backend(CPU), logits.float().clone(), draws)
 
 
-def draw(position=0, seed=0, choice=0, **params):
-    return Draw(SamplingParams(**params), seed, choice, position)
+def sample(logits, draws, backend=None):
+    found = drawn(logits, draws, backend)
+    assert all((one.token_id is None) == (one.error is not None) for one in found)
+    return [one.token_id for one in found]
+
+
+def draw(position=0, seed=0, choice=0, history=None, ends=(), bad_words=(), **params):
+    """A draw for the token at an output position; of a history that is not given only the length matters."""
+    asked = SamplingParams(**{"max_tokens": None, **params})
+    prompt_length = 1 if history is None else len(history) - position
+    assignment = Assignment(
+        params=asked, seed=seed, history=[], prompt_length=prompt_length, choice=choice, ends=list(ends), bad_words=list(bad_words)
+    )
+    adjustments = Adjustments(assignment, None) if Adjustments.are_asked(asked) else None
+    return Draw(assignment, range(1 + position) if history is None else history, adjustments)
 
 
 def logits_of(probabilities, dtype=torch.float32):
     return torch.tensor(probabilities, dtype=torch.float64).log().to(dtype)
 
 
-def draws_of(logits, count, start=0, seed=0, **params):
+def draws_of(logits, count, start=0, seed=0, backend=None, **params):
     """Token ids at `count` output positions of one request."""
-    params = SamplingParams(**params)
-    return sample(logits.expand(count, -1), [Draw(params, seed, 0, start + place) for place in range(count)])
+    assignment = Assignment(params=SamplingParams(**params), seed=seed, history=[], prompt_length=1)
+    return sample(logits.expand(count, -1), [Draw(assignment, range(1 + start + place)) for place in range(count)], backend)
 
 
 def spread(rows, vocab_size, seed=1, scale=3.0):
@@ -151,11 +172,11 @@ def test_token_is_the_same_alone_or_among_others_in_any_order(vocab_size, dtype)
     assert sample(logits[:3], draws[:3]) == alone[:3]
 
 
-def test_logits_are_left_as_they_are():
+def test_logits_are_left_as_they_are_where_nothing_adjusts_them():
     logits = spread(4, 100)
     before = logits.clone()
-    sample(logits, [draw(top_k=3, top_p=0.5, min_p=0.1)] * 4)
-    assert torch.equal(logits, before)
+    sampler.sample(ops.backend(CPU), logits, [draw(top_k=3, top_p=0.5, min_p=0.1, logprobs=2), *[draw(logit_bias={3: 5.0})] * 3])
+    assert torch.equal(logits[0], before[0])
 
 
 def test_draw_depends_on_seed_choice_and_position_and_on_nothing_else():
@@ -202,6 +223,82 @@ def test_row_without_finite_logits_gives_none_and_the_others_their_token(params,
     good = sample(logits, draws)
     logits[2] = torch.tensor(bad)
     assert sample(logits, draws) == [*good[:2], None, *good[3:]]
+    assert [one.error for one in drawn(logits, draws)] == [None, None, NOT_FINITE, None, None]
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {}, {"top_p": 0.5}])
+@pytest.mark.parametrize("count", [0, 3])
+def test_row_without_finite_logits_has_no_scores_and_the_others_have_theirs(params, count):
+    logits = spread(5, 6)
+    draws = [draw(place, logprobs=count, **params) for place in range(5)]
+    good = drawn(logits, draws)
+    logits[2] = NAN
+    found = drawn(logits, draws)
+    assert found[:2] + found[3:] == good[:2] + good[3:]
+    assert (found[2].token_id, found[2].logprobs, found[2].error) == (None, None, NOT_FINITE)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("count", [0, 3])
+def test_what_is_not_finite_and_not_allowed_ends_at_most_its_own_row(bad, count):
+    # Adjustments hide it from the draw; the raw scores show it.
+    logits = spread(5, 6)
+    draws = [draw(place, logprobs=count, **({"allowed_token_ids": [1, 2]} if place == 2 else {})) for place in range(5)]
+    good = drawn(logits, draws)
+    logits[2, 5] = bad
+    found = drawn(logits, draws)
+    assert found[:2] + found[3:] == good[:2] + good[3:]
+    assert found[2].error == NOT_FINITE
+
+
+# Scores
+
+
+def test_scores_are_those_of_raw_logits_whatever_is_asked():
+    logits = spread(len(MIXED), 50)
+    everything = {
+        "logit_bias": {3: 50.0},
+        "repetition_penalty": 1.5,
+        "presence_penalty": 1.0,
+        "allowed_token_ids": [3, 4, 5],
+        "min_tokens": 3,
+    }
+    raw = logits.double().log_softmax(-1)
+    for params in ({}, everything):
+        draws = [draw(0, history=[4, 5], ends=[5], logprobs=4, **mixed, **params) for mixed in MIXED]
+        for row, one in enumerate(drawn(logits, draws)):
+            own, *best = one.logprobs
+            assert own.token_id == one.token_id
+            assert own.rank == 1 + int((raw[row] > raw[row, one.token_id]).sum())
+            assert [each.token_id for each in best] == raw[row].topk(4).indices.tolist()
+            assert [each.rank for each in best] == [1, 2, 3, 4]
+            for each in one.logprobs:
+                assert each.logprob == pytest.approx(raw[row, each.token_id].item(), abs=1e-5)
+        if params:
+            assert {one.token_id for one in drawn(logits, draws)} == {3}
+
+
+def test_each_row_has_as_many_scores_as_it_asks():
+    counts = [None, 0, 5, None, 1, 5, 20, 0]
+    logits = spread(len(counts), 50)
+    draws = [draw(place, **({} if count is None else {"logprobs": count})) for place, count in enumerate(counts)]
+    found = drawn(logits, draws)
+    assert [None if one.logprobs is None else len(one.logprobs) - 1 for one in found] == counts
+    assert [one.token_id for one in found] == sample(logits, [draw(place) for place in range(len(counts))])
+    alone = [drawn(logits[place : place + 1], [one])[0] for place, one in enumerate(draws)]
+    assert found == alone
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {}, {"top_p": 0.1}, {"top_k": 1}, {"logit_bias": {4: 100.0}}])
+def test_no_score_is_infinite(params):
+    logits = spread(3, 10)
+    logits[:, 4:] = -INF
+    logits[2, 1:] = -INF
+    logits[1, 1] = -1e30
+    for one in drawn(logits, [draw(place, logprobs=10, **params) for place in range(3)]):
+        assert len(one.logprobs) == 11
+        assert all(math.isfinite(each.logprob) and each.logprob <= 0 for each in one.logprobs)
+        json.dumps([each.logprob for each in one.logprobs], allow_nan=False)
 
 
 def test_token_of_probability_zero_is_never_drawn():
@@ -244,7 +341,7 @@ def oracle(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     values = np.asarray(logits, dtype=np.float64) / temperature
     weights = np.exp(values - values.max())
     weights[weights < min_p * weights.max()] = 0
-    order = np.argsort(-weights)
+    order = np.argsort(-weights, kind="stable")
     if top_k > 0:
         weights[order[top_k:]] = 0
     weights /= weights.sum()
@@ -257,6 +354,18 @@ def oracle(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return weights / weights.sum()
 
 
+def adjusted(logits, history, position, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None):
+    """Logits in float64, biased first and then penalized, by the definitions."""
+    values = np.asarray(logits, dtype=np.float64).copy()
+    for token_id, bias in (logit_bias or {}).items():
+        values[token_id] += bias
+    for token_id in set(history):
+        times = history[len(history) - position :].count(token_id)
+        values[token_id] *= 1 / repetition_penalty if values[token_id] > 0 else repetition_penalty
+        values[token_id] -= frequency_penalty * times + presence_penalty * (times > 0)
+    return values
+
+
 def chi_square(counts, probabilities, total):
     """(statistic, its 99.99% quantile by Wilson and Hilferty)."""
     expected = probabilities[probabilities > 0] * total
@@ -266,27 +375,61 @@ def chi_square(counts, probabilities, total):
     return statistic, freedom * (1 - spread + 3.719 * math.sqrt(spread)) ** 3
 
 
-@pytest.mark.parametrize("params", DISTRIBUTIONS.values(), ids=list(DISTRIBUTIONS))
-def test_draws_follow_the_distribution(params):
-    total, logits = 20_000, spread(1, 24, seed=4, scale=1.0)
-    probabilities = oracle(logits[0].numpy(), **params)
-    counts = np.bincount(draws_of(logits, total, seed=11, **params), minlength=24)
+BACKENDS = {"reference": lambda: ReferenceOps(CPU), "native": lambda: ops.backend(CPU)}
+
+
+def assert_follows(found, probabilities):
+    """A chi-square test in which tokens that are too rare for it count as one."""
+    counts = np.bincount(found, minlength=len(probabilities))
     assert counts[probabilities == 0].sum() == 0
-    statistic, limit = chi_square(counts, probabilities, total)
+    common = probabilities * len(found) >= 10
+    counts, probabilities = (np.append(each[common], each[~common].sum()) for each in (counts, probabilities))
+    statistic, limit = chi_square(counts, probabilities, len(found))
     assert statistic < limit
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+@pytest.mark.parametrize("vocab_size", [24, 300])
+@pytest.mark.parametrize("params", DISTRIBUTIONS.values(), ids=list(DISTRIBUTIONS))
+def test_draws_follow_the_distribution(params, vocab_size, backend):
+    logits = spread(1, vocab_size, seed=4, scale=1.0)
+    found = draws_of(logits, 20_000, seed=11, backend=BACKENDS[backend](), **params)
+    assert_follows(found, oracle(logits[0].numpy(), **params))
     # The test would notice: the plain distribution does not pass for a filtered one.
     if params:
-        wrong = oracle(logits[0].numpy())
-        assert chi_square(counts, wrong, total)[0] > chi_square(counts, wrong, total)[1]
+        with pytest.raises(AssertionError):
+            assert_follows(found, oracle(logits[0].numpy()))
+
+
+PENALTIES = {
+    "repetition": {"repetition_penalty": 1.8},
+    "presence and frequency": {"presence_penalty": 0.7, "frequency_penalty": -0.3},
+    "bias": {"logit_bias": {0: 2.0, 7: -3.0, 11: 1.5, 299: 4.0}},
+    "all": {"repetition_penalty": 0.6, "presence_penalty": -1.0, "frequency_penalty": 0.5, "logit_bias": {0: 2.0, 7: -3.0, 299: 4.0}},
+}
+
+
+@pytest.mark.parametrize("filters", ["plain", "all"])
+@pytest.mark.parametrize("params", PENALTIES.values(), ids=list(PENALTIES))
+def test_draws_follow_the_adjusted_distribution(params, filters):
+    total, position, filters = 20_000, 9, DISTRIBUTIONS[filters]
+    logits = spread(1, 300, seed=4, scale=1.0)
+    best = logits[0].topk(6).indices.tolist()
+    history = [*best[:3], 7, 1, 2, *best[2:], best[4], best[4], 7, 11, 3]
+    one = draw(position, history=history, **params, **filters)
+    # One request's adjustments, which keep to its history, serve the draws of many choices.
+    draws = [Draw(msgspec.structs.replace(one.assignment, choice=place), history, one.adjustments) for place in range(total)]
+    found = sample(logits.expand(total, -1), draws)
+    assert_follows(found, oracle(adjusted(logits[0].numpy(), history, position, **params), **filters))
+    with pytest.raises(AssertionError):
+        assert_follows(found, oracle(logits[0].numpy(), **filters))
 
 
 def test_draws_over_seeds_and_choices_follow_the_distribution_too():
     total, logits = 20_000, spread(1, 24, seed=4, scale=1.0)
     probabilities = oracle(logits[0].numpy())
     for draws in ([draw(seed=place) for place in range(total)], [draw(choice=place, seed=7) for place in range(total)]):
-        counts = np.bincount(sample(logits.expand(total, -1), draws), minlength=24)
-        statistic, limit = chi_square(counts, probabilities, total)
-        assert statistic < limit
+        assert_follows(sample(logits.expand(total, -1), draws), probabilities)
 
 
 def test_uniform_numbers_are_uniform():
