@@ -95,7 +95,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     pool_blocks: how many blocks the pool is to have. Where it has fewer, the worker commits more beside its work and reports how far
     it has come; a plan without rows waits for all of them. Where it has more, the tail goes back to the system, before the copies; a device
-    that commits everything at start leaves it at that.
+    that commits everything at start leaves it at that. hurry: whether somebody waits for more blocks; else their coming must not be in
+    the way of the work.
     A plan names committed blocks only. Plans without rows compact, grow or shrink the pool, or release slots.
     """
 
@@ -104,6 +105,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     released: list[int]
     copies: list[BlockCopy]
     rows: list[Row]
+    hurry: bool = False
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):

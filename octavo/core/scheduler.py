@@ -40,10 +40,14 @@ GROWS = "the pool grows from {} blocks to {}"
 
 
 class Change(msgspec.Struct, gc=False):
-    """What a step, an abort or a deadline did to a sequence: tokens it gained, what was scored, and whether it ended."""
+    """What a step, an abort or a deadline did to a sequence: tokens it gained, what was scored, and whether that was its end.
+
+    The sequence may have gone on by the time that somebody reads this: of it, only what does not change is to be read.
+    """
 
     sequence: Sequence
     token_ids: list[int]
+    finished: bool = False
     prompt_logprobs: list[list[Logprob]] | None = None
     logprobs: list[list[Logprob]] | None = None
 
@@ -173,7 +177,7 @@ class Scheduler:
                 if sequence in followers:
                     self._waiting.add(sequence)
                 self._end(sequence, reason, error)
-                self._changes.append(Change(sequence, []))
+                self._changes.append(Change(sequence, [], finished=True))
         return True
 
     def stop(self, sequence: Sequence, stop_reason: str) -> None:
@@ -308,7 +312,7 @@ class Scheduler:
             token_ids = row.token_ids
             if row.error is not None or (samples and not token_ids):
                 self._end(sequence, "error", row.error or "the worker sampled nothing")
-                changes.append(Change(sequence, []))
+                changes.append(Change(sequence, [], finished=True))
                 continue
             sequence.num_computed = end
             if end >= sequence.table.next_name:  # type: ignore[union-attr]
@@ -324,9 +328,9 @@ class Scheduler:
                         token_ids = token_ids[: place + 1]
                         self._end(sequence, sequence.note_end())
                         break
-                changes.append(Change(sequence, token_ids, scores, row.logprobs))
+                changes.append(Change(sequence, token_ids, sequence.finished, scores, row.logprobs))
             elif scores:
-                changes.append(Change(sequence, [], scores))
+                changes.append(Change(sequence, [], prompt_logprobs=scores))
         self._counts["generated"] += generated
         return self.take_changes()
 
@@ -357,7 +361,7 @@ class Scheduler:
                 lost.append(sequence)  # it came back in the plan after this one
         for sequence in lost:
             self._end(sequence, "error", error)
-            self._changes.append(Change(sequence, []))
+            self._changes.append(Change(sequence, [], finished=True))
 
     def take_changes(self) -> list[Change]:
         changes, self._changes = self._changes, []
@@ -446,7 +450,14 @@ class Scheduler:
     def _plan(self, rows: list[Row], flights: list[_Flight], prefilled: int) -> StepPlan:
         self._step += 1
         self._told_blocks = self._wanted_blocks
-        plan = StepPlan(step=self._step, pool_blocks=self._wanted_blocks, released=self._released, copies=self.kv.take_copies(), rows=rows)
+        plan = StepPlan(
+            step=self._step,
+            pool_blocks=self._wanted_blocks,
+            released=self._released,
+            copies=self.kv.take_copies(),
+            rows=rows,
+            hurry=self._lacking > 0,
+        )
         self._released = []
         self._in_flight.append(_InFlight(self._step, flights, prefilled, self._swapping, False))
         self._swapping = []
@@ -501,7 +512,7 @@ class Scheduler:
                     break
                 if wanted > kv.pool.num_available:  # the pool could not grow to its ceiling
                     self._end(sequence, "error", f"{self._lack(wanted)}; the pool cannot grow: {self.growth_refused}")
-                    self._changes.append(Change(sequence, []))
+                    self._changes.append(Change(sequence, [], finished=True))
                     continue
             if self._swapped:
                 self._swapped.popleft()
@@ -588,7 +599,7 @@ class Scheduler:
             victim = self.running[-1]
             if victim is sequence and len(self.running) == 1:
                 self._end(sequence, "error", f"{self._lack(lacking)}; the pool cannot grow: {self.growth_refused}")
-                self._changes.append(Change(sequence, []))
+                self._changes.append(Change(sequence, [], finished=True))
                 return False
             self._preempt(victim, lacking)
             if victim is sequence:

@@ -7,11 +7,11 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from octavo.config import EngineConfig
-from octavo.core.request import Request
+from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Change, Scheduler
 from octavo.core.stats import CompactionReport, Record, Stats
 from octavo.errors import EngineError, InvalidValueError, PromptTooLongError, UnsupportedError, shown
@@ -39,10 +39,14 @@ class _Live:
     output: RequestOutput
     detokenizers: list[Detokenizer]
     searches: list[StopSearch] | None
+    num_generated: list[int]
 
 
 class Engine:
     """One scheduler, one executor. Not thread-safe: all calls come from one thread, the one that computes.
+
+    There is one exception, for who has a thread to spare: `encode`, `check`, `open`, `deliver` and `close` touch nothing that `advance`
+    touches, and may be called from another thread, one and the same. It then replaces `stop`, which must run where `advance` does.
 
     clock: monotonic seconds, for deadlines and metrics. grammars: the workers', where they are in this process.
     """
@@ -83,6 +87,7 @@ class Engine:
             prefix_caching=config.memory.prefix_caching,
             swap_blocks=self.capacity.swap_blocks,
         )
+        self.stop: Callable[[Sequence, str], None] = self.scheduler.stop
 
     @property
     def has_work(self) -> bool:
@@ -140,6 +145,19 @@ class Engine:
     def add_encoded(self, text: str | None, ids: list[int], params: SamplingParams, request_id: str | None = None) -> str:
         """Queue a prompt that `encode` has passed."""
         self.check(params)
+        before = self._live.get(request_id) if request_id is not None else None
+        request = self.open(text, ids, params, request_id)
+        try:
+            self.scheduler.add(request)
+        except BaseException:
+            self.close(request.request_id)
+            if before is not None:
+                self._live[before.output.request_id] = before
+            raise
+        return request.request_id
+
+    def open(self, text: str | None, ids: list[int], params: SamplingParams, request_id: str | None = None) -> Request:
+        """Make a request of what `encode` and `check` have passed, and room for its output. Its id must not be that of a live one."""
         now = self._clock()
         number = next(number for number in self._numbers if request_id is not None or f"request-{number}" not in self._live)
         timeout_ms = params.timeout_ms if params.timeout_ms is not None else self.config.scheduler.timeout_ms
@@ -155,8 +173,7 @@ class Engine:
             seed=params.seed if params.seed is not None else _seed(self.config.model.seed, number),
             bad_words=self._spellings(params.bad_words),
         )
-        self.scheduler.add(request)
-        outputs = [CompletionOutput(sequence.choice, "", []) for sequence in request.sequences]
+        outputs = [CompletionOutput(choice, "", []) for choice in range(params.n)]
         if params.logprobs is not None:
             for answer in outputs:
                 answer.logprobs, answer.cumulative_logprob = [], 0.0
@@ -165,8 +182,13 @@ class Engine:
         output = RequestOutput(request.request_id, text, ids, outputs, False, metrics, prompt_logprobs=scores)
         detokenizers = [Detokenizer(self.tokenizer, ids, params.skip_special_tokens) for _ in outputs]
         searches = [StopSearch(params.stop, params.include_stop_str_in_output) for _ in outputs] if params.stop else None
-        self._live[request.request_id] = _Live(request, output, detokenizers, searches)
-        return request.request_id
+        self._live[request.request_id] = _Live(request, output, detokenizers, searches, [0] * params.n)
+        return request
+
+    def close(self, request_id: str) -> RequestOutput | None:
+        """Forget a request's output; returns it, as far as it has come, where the request is live."""
+        live = self._live.pop(request_id, None)
+        return live.output if live is not None else None
 
     def abort(self, request_id: str) -> bool:
         """End a request; its blocks are free at once. False where no such request is live."""
@@ -175,20 +197,32 @@ class Engine:
     def forget(self, request_id: str) -> None:
         """End a request whose caller has gone, leaving no output behind."""
         self.abort(request_id)
-        self._live.pop(request_id, None)
+        self.close(request_id)
         if not self._live:
             self.scheduler.take_changes()
             self._changes.clear()
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that gained text or ended, their text unread."""
+        changes = self.advance()
+        began = time.perf_counter()
+        outputs = self.deliver(changes)
+        self._seconds["step"] += time.perf_counter() - began
+        return outputs
+
+    def advance(self) -> list[Change]:
+        """The first half of a step, up to the tokens; returns what changed."""
         began = time.perf_counter()
         plan = self.scheduler.schedule(self._clock())
         self._seconds["schedule"] += time.perf_counter() - began
         changes, self._changes = self._changes, []
         changes += self.scheduler.take_changes() if plan is None else self._execute(plan)
-        outputs = {output.request_id: output for change in changes if (output := self._apply(change)) is not None}
         self._seconds["step"] += time.perf_counter() - began
+        return changes
+
+    def deliver(self, changes: list[Change]) -> list[RequestOutput]:
+        """The second half: makes text of tokens; returns the requests that gained text or ended."""
+        outputs = {output.request_id: output for change in changes if (output := self._apply(change)) is not None}
         return list(outputs.values())
 
     def compact(self) -> CompactionReport | None:
@@ -248,6 +282,8 @@ class Engine:
             return None
         output, now, params = live.output, self._clock(), live.request.params
         completion = output.outputs[sequence.choice]
+        if completion.finish_reason is not None:  # a stop text ended it, and this was computed meanwhile
+            return None
         if params.output_kind == "delta":
             for answer in output.outputs:
                 answer.drop_read()
@@ -256,49 +292,48 @@ class Engine:
         if change.token_ids and output.metrics.first_token is None:
             output.metrics.first_token = now
         completion.token_ids += change.token_ids
+        live.num_generated[sequence.choice] += len(change.token_ids)
         if change.logprobs and completion.logprobs is not None and completion.cumulative_logprob is not None:
             completion.logprobs += [self._readable(tokens) for tokens in change.logprobs]
             completion.cumulative_logprob += sum(tokens[0].logprob for tokens in change.logprobs)
-        if params.detokenize:
-            delta = self._text_of(change, live)
-            completion.text += delta
-            completion.unread += delta
-        if sequence.finished:
-            completion.finish_reason, completion.stop_reason, completion.error = (
-                sequence.finish_reason,
-                sequence.stop_reason,
-                sequence.error,
-            )
+        delta, stop = self._text_of(change, live) if params.detokenize else ("", None)
+        completion.text += delta
+        completion.unread += delta
+        if stop is not None:
+            completion.finish_reason, completion.stop_reason = "stop", stop
+            self.stop(sequence, stop)
+        elif change.finished:
+            completion.finish_reason, completion.stop_reason = sequence.finish_reason, sequence.stop_reason
+            completion.error = sequence.error
         output.num_cached_tokens = live.request.sequences[0].num_cached
         if sequence.num_preemptions:
             output.metrics.preemptions = sum(one.num_preemptions for one in live.request.sequences)
-        if sequence.finished and all(answer.finish_reason for answer in output.outputs):
+        if completion.finish_reason and all(answer.finish_reason for answer in output.outputs):
             output.finished = True
             output.metrics.finished = now
             del self._live[output.request_id]
         return output if output.finished or params.output_kind != "final" else None
 
-    def _text_of(self, change: Change, live: _Live) -> str:
-        """The text that a change adds; a stop text in it ends the sequence."""
+    def _text_of(self, change: Change, live: _Live) -> tuple[str, str | None]:
+        """The text that a change adds, and the stop text that ends it, where one does."""
         sequence, params = change.sequence, live.request.params
         detokenizer = live.detokenizers[sequence.choice]
+        reason = sequence.finish_reason if change.finished else None
         # A stop id belongs to the tokens, and to the text only where that is asked.
-        is_stop_id = sequence.finish_reason == "stop" and not params.include_stop_str_in_output
+        is_stop_id = reason == "stop" and not params.include_stop_str_in_output
         delta = detokenizer.push(change.token_ids[:-1] if is_stop_id else change.token_ids)
-        if sequence.finished:
+        if change.finished:
             delta += detokenizer.finish()
         if live.searches is None:
-            return delta
+            return delta, None
         search = live.searches[sequence.choice]
-        may_end = sequence.finish_reason in (None, "stop", "length") and len(sequence.tokens) - sequence.num_prompt > params.min_tokens
+        may_end = reason in (None, "stop", "length") and live.num_generated[sequence.choice] > params.min_tokens
         delta, found = search.push(delta, may_end)
-        if found is not None:
-            self.scheduler.stop(sequence, found)
-        elif sequence.finished:
+        if found is None and change.finished:
             delta += search.finish()
-        return delta
+        return delta, found
 
-    def _spellings(self, bad_words: Sequence[str]) -> list[list[int]]:
+    def _spellings(self, bad_words: Iterable[str]) -> list[list[int]]:
         """The tokens of texts as they stand at a beginning, and after a space."""
         found = []
         for word in bad_words:

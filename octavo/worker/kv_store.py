@@ -11,6 +11,7 @@ The host tier is a second region of the same shape.
 from __future__ import annotations
 
 import threading
+import time
 
 import torch
 
@@ -20,15 +21,25 @@ from octavo.plan import BlockCopy, Tier
 from octavo.worker import memory
 from octavo.worker.pages import Pages
 
-STEP_BYTES = 8 << 20
-"""Committed between two looks at what is available."""
+FIRST_BYTES = 8 << 20
+"""Committed before there is any work."""
+
+STEP_BYTES = 2 << 20
+"""Committed between two looks at what is available, and at whether there is work."""
+
+EASE = 9
+"""While there is work that does not wait for it, growth rests so many times as long as it runs: pages that a host backs for the first
+time may come at a few hundred megabytes a second, and keep a processor busy all the while."""
+
+EASE_SECONDS = 0.2
+"""How long after a plan there is held to be work."""
 
 MIN_RESERVE = 64 << 20
 """Memory that growth leaves to others, or 2% of what is available at start where that is more."""
 
 
 class KVStore:
-    """`num_blocks` at most, and a host tier of `swap_blocks`. Of `prealloc_blocks` the first STEP_BYTES are committed here and now,
+    """`num_blocks` at most, and a host tier of `swap_blocks`. Of `prealloc_blocks` the first FIRST_BYTES are committed here and now,
     so that work can begin; the others follow beside it.
 
     growth_refused: why growth stopped short, until the pool is no longer to be larger than it is.
@@ -43,6 +54,8 @@ class KVStore:
         self._reserve = max(MIN_RESERVE, memory.available_memory() // 50)
         self._target = 0
         self._grower: threading.Thread | None = None
+        self._eased_until = 0.0
+        self._hurry = threading.Event()
         sizes = (num_blocks, shape.num_bytes)
         self._pages = Pages(num_blocks * self.block_bytes) if device.type == "cpu" else None
         if self._pages:
@@ -59,12 +72,20 @@ class KVStore:
             host = torch.empty(sizes, dtype=torch.uint8, pin_memory=device.type == "cuda" and swap_blocks > 0)
         self._tiers = {Tier.DEVICE: self.region, Tier.HOST: host}
         self.prealloc_blocks = min(prealloc_blocks, num_blocks)
-        self.grow(min(self.prealloc_blocks, max(1, STEP_BYTES // self.block_bytes)))
+        self.grow(min(self.prealloc_blocks, max(1, FIRST_BYTES // self.block_bytes)))
         self.wait()
         self.grow(self.prealloc_blocks)
 
-    def resize(self, blocks: int) -> None:
-        """Bring the pool to `blocks`: growth begins beside the caller, shrinking is done on return."""
+    def resize(self, blocks: int, hurry: bool = True) -> None:
+        """Bring the pool to `blocks`: growth begins beside the caller, shrinking is done on return.
+
+        hurry: whether somebody waits for it; else it leaves the processors to the work that follows.
+        """
+        if hurry:
+            self._hurry.set()
+        else:
+            self._hurry.clear()
+            self._eased_until = time.monotonic() + EASE_SECONDS
         if blocks > self.num_blocks:
             raise EngineError(f"a pool of {blocks} blocks is asked for and its ceiling is {self.num_blocks}")
         if blocks > self.committed:
@@ -82,6 +103,7 @@ class KVStore:
 
     def wait(self) -> None:
         """Until growth has reached its target, or was refused."""
+        self._hurry.set()
         while self._grower:
             self._grower.join()
             self._grower = None
@@ -92,6 +114,7 @@ class KVStore:
         """Stop growing, and give the memory of the blocks from `blocks` on back. Nothing on devices where all is committed."""
         self._target = blocks
         if self._grower:
+            self._hurry.set()
             self._grower.join()
             self._grower = None
         if self._pages and blocks < self.committed:
@@ -124,6 +147,7 @@ class KVStore:
         assert self._pages is not None
         step = max(1, STEP_BYTES // self.block_bytes)
         while self.committed < (target := self._target):
+            began = time.monotonic()
             end = min(self.committed + step, target)
             size = (end - self.committed) * self.block_bytes
             # An overcommitting system grants every page and ends a process later, so it is not left to refuse.
@@ -137,6 +161,8 @@ class KVStore:
                 self.growth_refused = f"the KV pool stays at {held} of the {target} asked for: {error}"
                 return
             self.committed = end
+            if (now := time.monotonic()) < self._eased_until:
+                self._hurry.wait(EASE * (now - began))
 
 
 def _mebibytes(count: int) -> str:

@@ -130,7 +130,7 @@ class Runner:
         """Bring slots and KV memory to the state the plan's rows start from; returns the seconds its copies took."""
         for number in plan.released:
             self._slots.pop(number, None)
-        self._kv.resize(plan.pool_blocks)
+        self._kv.resize(plan.pool_blocks, plan.hurry)
         if not plan.rows:
             self._kv.wait()
         began = time.perf_counter()

@@ -147,7 +147,7 @@ def test_memory_is_taken_by_growth_and_given_back_by_shrinking():
     gc.collect()
     before = resident_bytes()
     store = KVStore(LARGE, 10 * blocks, blocks, CPU)
-    assert 0 < store.committed * LARGE.num_bytes <= kv_store.STEP_BYTES
+    assert 0 < store.committed * LARGE.num_bytes <= kv_store.FIRST_BYTES
     store.wait()
     assert store.committed == blocks
     assert 60 * MIB < resident_bytes() - before < 80 * MIB
