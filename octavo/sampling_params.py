@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,6 +18,36 @@ MAX_STOP_LENGTH = 4096
 MAX_BAD_WORDS = 1024
 MAX_BIASES = 1024
 MAX_PROCESSORS = 16
+
+
+class Range(NamedTuple):
+    """Bounds of a number, both allowed unless `above`, which leaves out the lower one."""
+
+    low: float
+    high: float
+    above: bool = False
+
+
+RANGES = {
+    "n": Range(1, MAX_ANSWERS),
+    "presence_penalty": Range(-2.0, 2.0),
+    "frequency_penalty": Range(-2.0, 2.0),
+    "repetition_penalty": Range(1e-6, 1e6),
+    "temperature": Range(0.0, 1e6),
+    "top_p": Range(0.0, 1.0, above=True),
+    "top_k": Range(-1, 2**31 - 1),
+    "min_p": Range(0.0, 1.0),
+    "seed": Range(-MAX_SEED - 1, MAX_SEED),
+    "max_tokens": Range(1, 2**31 - 1),
+    "min_tokens": Range(0, 2**31 - 1),
+    "logprobs": Range(0, MAX_LOGPROBS),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS),
+    "timeout_ms": Range(0.0, 1e12, above=True),
+    "priority": Range(-(2**31), 2**31 - 1),
+}
+"""Of every parameter that is a number; whole numbers where the bounds are."""
+
+MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "timeout_ms")
 
 OUTPUT_KINDS = ("cumulative", "delta", "final")
 
@@ -143,27 +173,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        _integer("n", self.n, 1, MAX_ANSWERS)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
-        _number("temperature", self.temperature, 0.0, 1e6)
-        _number("top_p", self.top_p, 0.0, 1.0, above=True)
-        _integer("top_k", self.top_k, -1, 2**31 - 1)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _integer("min_tokens", self.min_tokens, 0, self.max_tokens if self.max_tokens is not None else 2**31 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        for name, bounds in RANGES.items():
+            value = getattr(self, name)
+            if value is None and name in MAY_BE_NONE:
+                continue
+            if isinstance(bounds.low, int):
+                _integer(name, value, bounds.low, int(bounds.high))
+            else:
+                _number(name, value, *bounds)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         for name in FLAGS:
             _flag(name, getattr(self, name))
-        if self.timeout_ms is not None:
-            _number("timeout_ms", self.timeout_ms, 0.0, 1e12, above=True)
-        _integer("priority", self.priority, -(2**31), 2**31 - 1)
         if self.cache_salt is not None and not _is_text(self.cache_salt):
             raise InvalidValueError(f"cache_salt: {shown(self.cache_salt)}; allowed: a text that is not empty")
         if self.output_kind not in OUTPUT_KINDS:

@@ -168,12 +168,9 @@ def _mask(logits: Tensor, rows: list[tuple[int, Matcher]]) -> dict[int, str]:
             matcher.fill(bits[place])
         except ValueError as error:
             errors[row] = str(error)
-    shut = torch.from_numpy(np.unpackbits(bits.view(np.uint8), axis=1, count=size, bitorder="little") == 0).to(logits.device)
-    where = [row for row, _ in rows]
-    if len(where) == len(logits):
-        logits.masked_fill_(shut, NEVER)
-    else:
-        logits[where] = logits[where].masked_fill_(shut, NEVER)
+    shut = torch.from_numpy(np.unpackbits((~bits).view(np.uint8), axis=1, count=size, bitorder="little").view(np.bool_)).to(logits.device)
+    for place, (row, _) in enumerate(rows):  # all at once they would have to be gathered, and put back
+        logits[row].masked_fill_(shut[place], NEVER)
     return errors
 
 
