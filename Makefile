@@ -5,11 +5,15 @@ BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo install test soak check bench clean
+.PHONY: demo demo-serve install test soak check bench clean
 
 demo: install ## install, fetch the default model, answer a prompt
 	$(BIN)/octavo pull smollm2-135m
-	$(BIN)/octavo generate "Which city is the capital of France?" --chat --temperature 0
+	$(BIN)/octavo generate "Name the capital of France." --chat --temperature 0
+
+demo-serve: $(VENV)/.test ## start a server, call it with the openai client, stream, stop
+	$(BIN)/octavo pull smollm2-135m
+	$(BIN)/python scripts/demo_serve.py
 
 test: $(VENV)/.test ## what CI runs
 	$(BIN)/python scripts/check

@@ -39,6 +39,18 @@ class EngineError(OctavoError, RuntimeError):
     """The engine itself failed, or was used after `close()`."""
 
 
+class OverloadedError(OctavoError):
+    """Too much waits already; the same request may be taken later. retry_after: seconds, as a guess."""
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class UnavailableError(OctavoError):
+    """The engine is loading, shutting down, or has stopped, and takes no request."""
+
+
 class InvariantError(EngineError):
     """An integrity check found the engine's books in disorder: a fault of Octavo's."""
 

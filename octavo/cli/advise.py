@@ -23,15 +23,31 @@ STYLES = {"change": "bold red", "consider": "yellow", "fine": "green"}
 LARGEST = 2**62
 
 
-def run(file: str | None, as_json: bool) -> None:
-    """Advise from a record in `file`; None and `-` are stdin. Raises InvalidValueError where there is none that can be read."""
-    show(load(file), as_json)
+def run(file: str | None, as_json: bool, url: str | None = None, api_key: str | None = None) -> None:
+    """Advise from a record in `file`, None and `-` being stdin, or from a server's. Raises InvalidValueError where there is none."""
+    if url is not None and file is not None:
+        raise InvalidValueError("--url: give a file or a server, not both")
+    show(load(file) if url is None else fetch(url, api_key), as_json)
+
+
+def fetch(url: str, api_key: str | None) -> Record:
+    """Ask a server that runs. Raises InvalidValueError where it does not answer with a record."""
+    import urllib.error
+    import urllib.request
+
+    place = url.rstrip("/").removesuffix("/v1") + "/record"
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(place, headers=headers), timeout=30) as answer:
+            return decode(place, answer.read())
+    except (OSError, ValueError) as error:
+        if isinstance(error, InvalidValueError):
+            raise
+        raise InvalidValueError(f"--url: {place} does not answer with a record ({error})") from None
 
 
 def load(file: str | None) -> Record:
     """Read a record as `save` wrote it. Raises InvalidValueError naming the file and what is wrong with it."""
-    import msgspec
-
     if file is None and sys.stdin.isatty():
         raise InvalidValueError("no record: name the file it was saved to, or give it on stdin")
     name = "stdin" if file in (None, "-") else str(file)
@@ -39,6 +55,13 @@ def load(file: str | None) -> Record:
         content = sys.stdin.buffer.read() if file in (None, "-") else Path(name).read_bytes()
     except OSError as error:
         raise InvalidValueError(f"{name}: the record cannot be read ({error.strerror})") from None
+    return decode(name, content)
+
+
+def decode(name: str, content: bytes) -> Record:
+    """A record as JSON. Raises InvalidValueError naming where it comes from, and what is wrong with it."""
+    import msgspec
+
     try:
         record = msgspec.json.decode(content, type=Record)
         EngineConfig.create(block_size=record.block_size, prealloc_blocks=record.prealloc_blocks, max_batch_size=record.max_batch_size)

@@ -149,14 +149,73 @@ def chat(
 
 
 @app.command()
+@with_flags()
+def serve(
+    config: EngineConfig,
+    model_argument: Annotated[str | None, typer.Argument(metavar="MODEL", help="an alias, a hub id, a folder or a .gguf file")] = None,
+    model: ModelOption = DEFAULT_MODEL,
+    revision: RevisionOption = None,
+    host: Annotated[str, typer.Option("--host", help="address to listen on; 0.0.0.0 is all of this machine's")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option("--served-model-name", metavar="NAME", help="what clients call the model; repeatable")
+    ] = None,
+    any_model_name: Annotated[bool, typer.Option("--any-model-name", help="Answer whatever model a client names.")] = False,
+    api_key: Annotated[
+        list[str] | None, typer.Option("--api-key", envvar="OCTAVO_API_KEY", metavar="KEY", help="refuse who has none of them; repeatable")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option("--cors-origin", metavar="URL", help="pages of this origin may call from a browser; * is all")
+    ] = None,
+    max_waiting: Annotated[int, typer.Option("--max-waiting", min=0, help="requests that may wait; beyond them 429; 0 is no limit")] = 1024,
+    max_waiting_tokens: Annotated[
+        int, typer.Option("--max-waiting-tokens", min=0, help="prompt tokens that may wait; beyond them 429; 0 is no limit")
+    ] = 2_000_000,
+    max_body_bytes: Annotated[int, typer.Option("--max-body-bytes", min=1024, help="largest body of a request")] = 16 << 20,
+    request_seconds: Annotated[
+        float, typer.Option("--request-seconds", min=0.1, help="within which a client must send its request")
+    ] = 30.0,
+    drain_seconds: Annotated[
+        float, typer.Option("--drain-seconds", min=0, help="after SIGTERM or Ctrl-C, wait so long for what runs, then abort it")
+    ] = 30.0,
+    metrics_compat: Annotated[
+        str | None, typer.Option("--metrics-compat", metavar="vllm", help="metrics also under the names of vLLM's")
+    ] = None,
+    json_log: Annotated[bool, typer.Option("--json-log", help="Log one JSON object a line.")] = False,
+) -> None:
+    """Serve a model over OpenAI's API."""
+    from octavo.cli.serve import default_name, run
+    from octavo.server.app import ServerOptions
+
+    if metrics_compat not in (None, "vllm"):
+        raise InvalidValueError(f"--metrics-compat: {metrics_compat!r}; allowed: vllm")
+    chosen = model_argument or model
+    options = ServerOptions(
+        names=served_model_name or [default_name(chosen)],
+        any_name=any_model_name,
+        keys=[key for key in api_key or [] if key],
+        origins=cors_origin or [],
+        max_waiting=max_waiting,
+        max_waiting_tokens=max_waiting_tokens,
+        max_body=max_body_bytes,
+        patience=request_seconds,
+        compat=metrics_compat == "vllm",
+        json_log=json_log,
+    )
+    run(chosen, revision, config, options, host, port, drain_seconds)
+
+
+@app.command()
 def advise(
     file: Annotated[str | None, typer.Argument(metavar="FILE", help="what generate --save-stats wrote; - or nothing is stdin")] = None,
+    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="a server that runs, instead of a file")] = None,
+    api_key: Annotated[str | None, typer.Option("--api-key", envvar="OCTAVO_API_KEY", metavar="KEY", help="the server's")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Advise on settings, from recorded figures."""
+    """Advise on settings, from figures that were recorded, or a server's."""
     from octavo.cli.advise import run
 
-    run(file, json)
+    run(file, json, url, api_key)
 
 
 @app.command("config")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,10 +31,11 @@ LEXER_FUEL, MAX_LEXER_STATES, MAX_GRAMMAR_SIZE = 2_000_000, 100_000, 250_000
 
 
 class Grammars:
-    """Compiles structures for one vocabulary, and keeps what it compiled."""
+    """Compiles structures for one vocabulary, and keeps what it compiled. `check` and `matcher` may be called from several threads."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._lock = threading.Lock()
         self._compiled: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()
 
     def check(self, asked: StructuredOutputsParams) -> None:
@@ -49,9 +51,10 @@ class Grammars:
             key = msgspec.json.encode(asked)
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidValueError(f"structured_outputs: {_shortened(str(error))}") from None
-        if key in self._compiled:
-            self._compiled.move_to_end(key)
-            return self._compiled[key][0]
+        with self._lock:
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+                return self._compiled[key][0]
         if len(key) > MAX_SOURCE:
             raise InvalidValueError(f"structured_outputs: {len(key)} characters; allowed: {MAX_SOURCE} at most")
         from llguidance import LLMatcher, LLParserLimits
@@ -67,10 +70,15 @@ class Grammars:
         for matcher in (made, tried):
             if matcher.is_error():
                 raise InvalidValueError(f"structured_outputs.{name}: {_shortened(matcher.get_error())}")
-        self._compiled[key] = made, len(key)
-        while len(self._compiled) > MAX_KEPT or sum(size for _, size in self._compiled.values()) > MAX_KEPT_BYTES:
-            self._compiled.popitem(last=False)
+        with self._lock:
+            self._compiled[key] = made, len(key)
+            while len(self._compiled) > MAX_KEPT or sum(size for _, size in self._compiled.values()) > MAX_KEPT_BYTES:
+                self._compiled.popitem(last=False)
         return made
+
+    def prepare(self) -> None:
+        """Make the vocabulary ready, which takes about a second and is otherwise done for the first structure."""
+        assert self._vocabulary is not None
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:

@@ -114,6 +114,10 @@ class Tokenizer:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> list[int]:
         """Ids of a conversation, with one BOS if the model wants any, whether the template writes it or not, and no EOS at the end."""
-        ids = self.encode(self.apply_chat_template(messages, add_generation_prompt, **variables), add_special_tokens=False)
+        return self.encode_templated(self.apply_chat_template(messages, add_generation_prompt, **variables))
+
+    def encode_templated(self, text: str) -> list[int]:
+        """Ids of a text that a chat template made, as `encode_chat` gives them."""
+        ids = self.encode(text, add_special_tokens=False)
         wants_bos = self.bos_token_id is not None and self.encode("", add_special_tokens=True)[:1] == [self.bos_token_id]
         return [self.bos_token_id, *ids] if wants_bos and ids[:1] != [self.bos_token_id] else ids  # type: ignore[list-item]
