@@ -7,6 +7,7 @@ knows of no tools they are told in the system message, in the same words.
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from octavo.server.protocol import Message, NamedTool, Tool
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 THINK, THINK_END = "<think>", "</think>"
+STRING_OR_END = re.compile(rf'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|{CALL_END}', re.DOTALL)
 
 TOLD = """You may call functions to help with the user's question. They are described here, one JSON object a line:
 <tools>
@@ -189,9 +191,10 @@ class AnswerParser:
                 self._state, self._thinks, self._held = "content", False, self._held
                 self._after_thoughts = True
         else:
-            body, tag, rest = self._held.partition(CALL_END)
-            if not tag and not ends:
+            end = _end_of_call(self._held)
+            if end < 0 and not ends:
                 return False
+            body, tag, rest = (self._held, "", "") if end < 0 else (self._held[:end], CALL_END, self._held[end + len(CALL_END) :])
             call = self._call(body)
             self._held, self._state = rest, "content"
             if call is not None:
@@ -228,6 +231,11 @@ class AnswerParser:
         }
         self.num_calls += 1
         return call
+
+
+def _end_of_call(text: str) -> int:
+    """Where the tag that ends a call begins, -1 where it has not come; inside a string of JSON it is but text."""
+    return next((found.start() for found in STRING_OR_END.finditer(text) if found[0] == CALL_END), -1)
 
 
 def _cut(text: str, tags: list[str], ends: bool) -> tuple[str, str, str]:
