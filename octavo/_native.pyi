@@ -105,7 +105,11 @@ class Backend:
     def embedding(self, matrix: Matrix, ids: int, tokens: int, out: int, out_bfloat16: bool, /) -> None:
         """Raises IndexError for an id that the matrix does not have."""
 
+    def mask(self, x: int, stride: int, size: int, rows: int, bits: int, words: int, count: int, /) -> None: ...
     def argmax(self, x: int, stride: int, rows: int, size: int, peaks: int, places: int, /) -> None: ...
+    def score(
+        self, x: int, stride: int, rows: int, size: int, token_ids: int, count: int, logprobs: int, ids: int, ranks: int, /
+    ) -> None: ...
     def sample(
         self,
         x: int,

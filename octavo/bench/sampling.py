@@ -1,7 +1,8 @@
 """What sampling costs beside a decode step: python -m octavo.bench.sampling [MODEL] [ROUNDS]
 
 64 sequences decode, each way of sampling in turn: `greedy`, `top_k and top_p`, penalties, log-probabilities; told is the time of the
-sampler in a step, and its share of the step. Then 32 sequences with a JSON schema and without, in alternation: tokens a second.
+sampler in a step, and its share of the step. Then 32 sequences with a JSON schema, and without of the same lengths, in alternation:
+tokens a second.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from octavo.bench.latency import random_prompt
 from octavo.worker import sampler
 
 SEQUENCES, CONTEXT, TOKENS = 64, 128, 48
-STRUCTURED = 32
+STRUCTURED, LONGEST = 32, 160
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -89,27 +90,31 @@ def cost(llm: LLM, sampled: dict[str, Any]) -> tuple[float, float]:
     return statistics.median(taken[whole]), statistics.median(steps[whole])
 
 
-def structured(llm: LLM, asked: Any) -> float:
-    """Tokens a second of 32 sequences."""
-    params = SamplingParams(temperature=1.0, seed=0, max_tokens=160, ignore_eos=asked is None, structured_outputs=asked)
+def structured(llm: LLM, asked: Any, lengths: list[int]) -> tuple[float, list[int]]:
+    """Tokens a second of 32 sequences, of as many tokens at most, or without a structure of just as many; and how many each had."""
+    params = [
+        SamplingParams(temperature=1.0, seed=number, max_tokens=length, ignore_eos=asked is None, structured_outputs=asked)
+        for number, length in enumerate(lengths)
+    ]
     llm.engine.scheduler.reset_prefix_cache()
     began = time.perf_counter()
     outputs = llm.generate([random_prompt(llm.engine, CONTEXT, number) for number in range(STRUCTURED)], params)
-    return sum(len(output.outputs[0].token_ids) for output in outputs) / (time.perf_counter() - began)
+    found = [len(output.outputs[0].token_ids) for output in outputs]
+    return sum(found) / (time.perf_counter() - began), found
 
 
 def main(model: str = "smollm2-135m", rounds: str = "3") -> None:
     found: dict[str, dict[str, list[float]]] = {}
     rates: dict[str, list[float]] = {"free": [], "schema": [], "ratio": []}
     with LLM(model, max_batch_size=SEQUENCES) as llm:
-        structured(llm, {"json": SCHEMA})  # builds what there is one of
+        _, lengths = structured(llm, {"json": SCHEMA}, [LONGEST] * STRUCTURED)  # builds what there is one of
         for _ in range(int(rounds)):
             for name, sampled in WAYS.items():
                 taken, step = cost(llm, sampled)
                 figures = found.setdefault(name, {"sampling_ms": [], "share_percent": []})
                 figures["sampling_ms"].append(taken * 1000)
                 figures["share_percent"].append(100 * taken / step)
-            free, bound = structured(llm, None), structured(llm, {"json": SCHEMA})
+            free, bound = structured(llm, None, lengths)[0], structured(llm, {"json": SCHEMA}, lengths)[0]
             for name, value in (("free", free), ("schema", bound), ("ratio", bound / free)):
                 rates[name].append(value)
     content = {name: {figure: summary(values) for figure, values in figures.items()} for name, figures in found.items()}

@@ -100,6 +100,16 @@ struct Activations {
     int64_t stride, first, end;
 };
 
+// Rows of x [.., size], given by number -> minus infinity where the row of bits, 32 to a word, has 0 or no more words.
+struct MaskCall {
+    float* x;
+    int64_t stride;
+    int size;
+    const int64_t* rows;
+    const int32_t* bits;
+    int64_t words;
+};
+
 // x [rows, size] -> each row's largest value, NaN where it holds one, and the first place it stands at.
 struct ArgmaxCall {
     const float* x;
@@ -122,6 +132,18 @@ struct SampleCall {
     int64_t* places;
 };
 
+// x [rows, size], a token for each row -> for each row the token and the `count` likeliest, of equal ones the lower first:
+// logprobs, ids and ranks [rows, 1 + count].
+struct ScoreCall {
+    const float* x;
+    int64_t stride, size;
+    const int64_t* token_ids;
+    int64_t count;
+    float* logprobs;
+    int64_t* ids;
+    int64_t* ranks;
+};
+
 // ids [tokens] -> out [tokens, inputs].
 struct EmbeddingCall {
     const Matrix* matrix;
@@ -141,10 +163,12 @@ struct Kernels {
     void (*merge)(const AttentionCall&, const Piece&, float* scratch, const float* workspace);
     void (*rms_norm)(const NormCall&, int64_t token);
     void (*silu_and_mul)(const GateCall&, int64_t token);
+    void (*mask)(const MaskCall&, int64_t row);
     void (*argmax)(const ArgmaxCall&, int64_t row);
-    // Bytes of scratch for one call of sample.
-    size_t (*sample_bytes)(const SampleCall&);
+    // Bytes of scratch for one call of sample or score.
+    size_t (*look_bytes)(int64_t size);
     void (*sample)(const SampleCall&, int64_t row, char* scratch);
+    void (*score)(const ScoreCall&, int64_t row, char* scratch);
     // Bytes of a row as the products read it; 0 where x is read as it is.
     size_t (*prepared_bytes)(const LinearCall&);
     void (*prepare)(const LinearCall&, int64_t row, char* to);

@@ -202,6 +202,19 @@ OCTAVO_INLINE int32_t largest(Ints x) {
 #endif
 }
 
+// Whether any lane of a comparison holds.
+OCTAVO_INLINE bool any(Ints x) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
+#elif defined(__AVX2__)
+    return !_mm256_testz_si256((__m256i)x, (__m256i)x);
+#else
+    int32_t out = 0;
+    for (int i = 0; i < LANES; i++) out |= x[i];
+    return out != 0;
+#endif
+}
+
 OCTAVO_INLINE float total(Floats x) {
     float lanes[LANES];
     store(lanes, x);

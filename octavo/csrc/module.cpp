@@ -116,6 +116,10 @@ public:
         perform([=, kernels = kernels] { octavo::embedding(*kernels, call); });
     }
 
+    void mask(uintptr_t x, int64_t stride, int size, uintptr_t rows, uintptr_t bits, int64_t words, int64_t count) const {
+        by_token(kernels->mask, MaskCall{at<float>(x), stride, size, at<int64_t>(rows), at<int32_t>(bits), words}, count, size);
+    }
+
     void argmax(uintptr_t x, int64_t stride, int64_t rows, int64_t size, uintptr_t peaks, uintptr_t places) const {
         by_token(kernels->argmax, ArgmaxCall{at<float>(x), stride, size, at<float>(peaks), at<int64_t>(places)}, rows, size);
     }
@@ -124,17 +128,27 @@ public:
                 uintptr_t top_k, uintptr_t top_p, uintptr_t uniform, uintptr_t places) const {
         const SampleCall call{at<float>(x),       stride,           size,           at<float>(peaks),    at<float>(temperature),
                               at<float>(min_p),   at<int64_t>(top_k), at<double>(top_p), at<double>(uniform), at<int64_t>(places)};
-        const size_t bytes = kernels->sample_bytes(call);
+        by_row(kernels->sample, call, rows);
+    }
+
+    void score(uintptr_t x, int64_t stride, int64_t rows, int64_t size, uintptr_t token_ids, int64_t count, uintptr_t logprobs, uintptr_t ids,
+               uintptr_t ranks) const {
+        by_row(kernels->score, ScoreCall{at<float>(x), stride, size, at<int64_t>(token_ids), count, at<float>(logprobs), at<int64_t>(ids), at<int64_t>(ranks)}, rows);
+    }
+
+private:
+    template <class Call>
+    void by_row(void (*kernel)(const Call&, int64_t, char*), const Call& call, int64_t rows) const {
+        const size_t bytes = kernels->look_bytes(call.size);
 #pragma omp parallel if (rows > 1)
         {
             thread_local std::vector<char> scratch;
             if (scratch.size() < bytes) scratch.resize(bytes);
 #pragma omp for schedule(dynamic)
-            for (int64_t row = 0; row < rows; row++) kernels->sample(call, row, scratch.data());
+            for (int64_t row = 0; row < rows; row++) kernel(call, row, scratch.data());
         }
     }
 
-private:
     template <class Work>
     void perform(Work work) {
         work();
@@ -196,8 +210,10 @@ NB_MODULE(_native, m) {
         .def("silu_and_mul", &Backend::silu_and_mul, nb::call_guard<nb::gil_scoped_release>())
         .def("linear", &Backend::linear, nb::call_guard<nb::gil_scoped_release>())
         .def("embedding", &Backend::embedding, nb::call_guard<nb::gil_scoped_release>())
+        .def("mask", &Backend::mask, nb::call_guard<nb::gil_scoped_release>())
         .def("argmax", &Backend::argmax, nb::call_guard<nb::gil_scoped_release>())
-        .def("sample", &Backend::sample, nb::call_guard<nb::gil_scoped_release>());
+        .def("sample", &Backend::sample, nb::call_guard<nb::gil_scoped_release>())
+        .def("score", &Backend::score, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace octavo

@@ -78,6 +78,17 @@ static void argmax(const ArgmaxCall& call, int64_t row) {
     call.places[row] = first;
 }
 
+static void mask(const MaskCall& call, int64_t at) {
+    float* x = call.x + call.rows[at] * call.stride;
+    const int32_t* bits = call.bits + at * call.words;
+    const Ints own = broadcast(int32_t(1)) << first_lanes();
+    in_vectors(call.size, [&](int i, int count) {
+        const int32_t word = i / 32 < call.words ? bits[i / 32] : 0;
+        const Ints allowed = broadcast(word >> i % 32) & own;
+        store_some(x + i, allowed != 0 ? load_some(x + i, count) : broadcast(NONE), count);
+    });
+}
+
 static void rms_norm(const NormCall& call, int64_t token) {
     call.type == Element::float32 ? rms_norm_token<float>(call, token) : rms_norm_token<Bfloat16>(call, token);
 }

@@ -161,6 +161,13 @@ class CpuOps(ReferenceOps):
         self._native.silu_and_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), is_bfloat16, tokens, size)
         return out
 
+    def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        if logits.dtype != torch.float32 or logits.stride(1) != 1:
+            return super().mask(logits, rows, bits)
+        rows, bits = rows.contiguous(), bits.contiguous()
+        size, (count, words) = logits.shape[1], bits.shape
+        self._native.mask(logits.data_ptr(), logits.stride(0), size, rows.data_ptr(), bits.data_ptr(), words, count)
+
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         if logits.dtype != torch.float32:
             return super().argmax(logits)
@@ -190,6 +197,26 @@ class CpuOps(ReferenceOps):
             places.data_ptr(),
         )
         return places
+
+    def score(self, logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        if logits.dtype != torch.float32:
+            return super().score(logits, token_ids, count)
+        logits, token_ids = _by_token(logits), token_ids.contiguous()
+        rows, size = logits.shape
+        logprobs = torch.empty(rows, 1 + count)
+        ids, ranks = torch.empty(2, rows, 1 + count, dtype=torch.int64)
+        self._native.score(
+            logits.data_ptr(),
+            logits.stride(0),
+            rows,
+            size,
+            token_ids.data_ptr(),
+            count,
+            logprobs.data_ptr(),
+            ids.data_ptr(),
+            ranks.data_ptr(),
+        )
+        return logprobs, ids, ranks
 
     def paged_attention(
         self,

@@ -123,11 +123,21 @@ class Ops(Protocol):
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 * I] holding gate then up -> [T, I]."""
 
+    def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        """Make the chosen rows [M] of float32 [N, V] logits minus infinity where their bits, int32 [M, W], 32 ids a word, are 0 or end."""
+
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """float32 [N, V] -> each row's largest value [N], NaN where the row holds one, and the first place it stands at [N]."""
 
     def sample(self, logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
         """float32 [N, V] logits whose largest values, finite, are peaks [N] -> a token id drawn for each row [N]."""
+
+    def score(self, logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What float32 [N, V] logits say of a token each, [N], and then of their `count` likeliest, of equal ones the lower ids first.
+
+        Returns [N, 1 + count] log-probabilities, NaN for rows that hold NaN or whose largest logit is not finite; ids; and ranks, 1 more
+        than there are larger logits.
+        """
 
     def paged_attention(
         self,

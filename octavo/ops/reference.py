@@ -87,6 +87,12 @@ class ReferenceOps:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
 
+    def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        size = logits.shape[-1]
+        allowed = (bits[:, :, None] >> torch.arange(32, dtype=torch.int32, device=bits.device) & 1).bool().flatten(1)[:, :size]
+        allowed = F.pad(allowed, (0, size - allowed.shape[1]))
+        logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         peaks = logits.amax(-1)
         return peaks, (logits == peaks[:, None]).int().argmax(-1)  # torch's argmax of logits takes any of equal ones
@@ -105,6 +111,14 @@ class ReferenceOps:
         # The first token whose cumulative weight exceeds the target; a token of weight 0 never is.
         drawn = torch.searchsorted(cumulative, draws.uniform[:, None] * cumulative[:, -1:], right=True)
         return drawn.clamp_(max=logits.shape[-1] - 1)[:, 0]
+
+    def score(self, logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        ids = torch.cat((token_ids[:, None], order[:, :count]), -1)
+        values = logits.gather(-1, ids)
+        ranks = torch.searchsorted(-ordered, -values) + 1
+        total = logits.double().logsumexp(-1, keepdim=True)
+        return (values.double() - total.masked_fill(~total.isfinite(), torch.nan)).float(), ids, ranks
 
     def paged_attention(
         self,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import InvalidValueError, described
+from octavo.ops.interface import Ops
 from octavo.plan import Assignment
 from octavo.sampling_params import SamplingParams
 from octavo.text.grammar import Grammars, Matcher
@@ -123,7 +124,7 @@ def _penalizes(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
-def apply(logits: Tensor, rows: list[tuple[int, Adjustments, list[int]]]) -> dict[int, str]:
+def apply(ops: Ops, logits: Tensor, rows: list[tuple[int, Adjustments, list[int]]]) -> dict[int, str]:
     """Change rows of float32 [N, vocab_size] logits in place; returns {row: what went wrong}, for rows that must end.
 
     rows: (row, its adjustments, its history).
@@ -135,7 +136,7 @@ def apply(logits: Tensor, rows: list[tuple[int, Adjustments, list[int]]]) -> dic
         except ValueError as error:
             errors[row] = str(error)
     rows = [each for each in rows if each[0] not in errors]
-    errors |= _mask(logits, [(row, own.matcher) for row, own, _ in rows if own.matcher is not None])
+    errors |= _mask(ops, logits, [(row, own.matcher) for row, own, _ in rows if own.matcher is not None])
     rows = [each for each in rows if each[0] not in errors]
     for row, own, _ in rows:
         if own.allowed is not None:
@@ -157,20 +158,17 @@ def apply(logits: Tensor, rows: list[tuple[int, Adjustments, list[int]]]) -> dic
     return errors
 
 
-def _mask(logits: Tensor, rows: list[tuple[int, Matcher]]) -> dict[int, str]:
+def _mask(ops: Ops, logits: Tensor, rows: list[tuple[int, Matcher]]) -> dict[int, str]:
     errors: dict[int, str] = {}
     if not rows:
         return errors
-    size = logits.shape[1]
-    bits = np.zeros((len(rows), -(-size // 32)), dtype=np.int32)
+    bits = np.zeros((len(rows), -(-logits.shape[1] // 32)), dtype=np.int32)
     for place, (row, matcher) in enumerate(rows):
         try:
             matcher.fill(bits[place])
         except ValueError as error:
             errors[row] = str(error)
-    shut = torch.from_numpy(np.unpackbits((~bits).view(np.uint8), axis=1, count=size, bitorder="little").view(np.bool_)).to(logits.device)
-    for place, (row, _) in enumerate(rows):  # all at once they would have to be gathered, and put back
-        logits[row].masked_fill_(shut[place], NEVER)
+    ops.mask(logits, torch.tensor([row for row, _ in rows], device=logits.device), torch.from_numpy(bits).to(logits.device))
     return errors
 
 

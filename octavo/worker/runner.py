@@ -46,9 +46,12 @@ class Runner:
         grammars: Grammars | None = None,
     ) -> None:
         self._grammars = grammars
-        self._masks: LookAhead | None = None
         self.device = _device(config.model.device)
-        torch.set_num_threads(_threads(config.model.threads))
+        threads = _threads(config.model.threads)
+        torch.set_num_threads(threads)
+        # Beside a model that takes every processor, masks would cost it more time than they take themselves.
+        self._looks_ahead = self.device.type != "cpu" or threads < available_processors()
+        self._masks: LookAhead | None = None
         model_config, decoder = models.find(checkpoint.config)
         dtype, kv_dtype = _dtypes(config, checkpoint)
         block_size = self._block_size = config.memory.block_size
@@ -188,7 +191,9 @@ class Runner:
         return slot.adjustments
 
     def _look_ahead(self, rows: list[Row]) -> None:
-        """Begin the masks of the next step, which its bookkeeping need not wait for."""
+        """Begin the masks of the next step, where something is free to compute them beside it."""
+        if not self._looks_ahead:
+            return
         matchers = []
         for row in rows:
             slot = self._slots[row.slot]
@@ -225,7 +230,10 @@ class Runner:
         for at in range(first, last, SCORED_AT_ONCE):
             until = min(at + SCORED_AT_ONCE, last)
             logits = self.model.logits(hidden[end - stop + at : end - stop + until])
-            scores += logprobs.score(logits, history[at + 1 : until + 1], asked.params.prompt_logprobs)
+            for line in logprobs.score(self._ops, logits, history[at + 1 : until + 1], asked.params.prompt_logprobs):
+                if line is None:
+                    raise FloatingPointError("no finite logits")
+                scores.append(line)
         return scores
 
     def _failed(self, row: Row, error: str | None = None) -> RowResult:

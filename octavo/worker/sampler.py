@@ -18,6 +18,8 @@ from octavo.plan import Assignment, Logprob
 from octavo.worker import adjustments, logprobs
 from octavo.worker.adjustments import Adjustments
 
+NOT_FINITE = "the model gave no finite logits for this request"
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -45,9 +47,11 @@ class Drawn:
 def sample(ops: Ops, logits: Tensor, draws: list[Draw]) -> list[Drawn]:
     """float32 [N, vocab_size] logits, which may be changed -> what was drawn for each row."""
     scored = [row for row, draw in enumerate(draws) if draw.assignment.params.logprobs is not None]
-    raw = logits[scored] if scored else None
+    # Scored is what the model said, before any of it is adjusted.
+    is_kept = any(draws[row].adjustments is not None for row in scored)
+    raw = logits[scored] if is_kept else logits
     adjusted = [(row, draw.adjustments, draw.history) for row, draw in enumerate(draws) if draw.adjustments is not None]
-    errors = adjustments.apply(logits, adjusted) if adjusted else {}
+    errors = adjustments.apply(ops, logits, adjusted) if adjusted else {}
     peaks, best = ops.argmax(logits)
     drawn = [Drawn(token_id) for token_id in best.tolist()]
     for row, peak in enumerate(peaks.tolist()):
@@ -61,8 +65,12 @@ def sample(ops: Ops, logits: Tensor, draws: list[Draw]) -> list[Drawn]:
         found = ops.sample(chosen, peaks[random], _columns([draws[row] for row in random], logits.device))
         for row, token_id in zip(random, found.tolist(), strict=True):
             drawn[row].token_id = token_id
-    if raw is not None:
-        _score(raw, [(drawn[row], draws[row]) for row in scored])
+    by_count: dict[int, list[tuple[int, Drawn]]] = {}
+    for place, row in enumerate(scored):
+        if drawn[row].error is None:
+            by_count.setdefault(draws[row].assignment.params.logprobs or 0, []).append((place if is_kept else row, drawn[row]))
+    for count, rows in by_count.items():
+        _score(ops, raw, rows, count)
     return drawn
 
 
@@ -77,26 +85,20 @@ def _columns(draws: list[Draw], device: torch.device) -> Draws:
     )
 
 
-def _score(raw: Tensor, rows: list[tuple[Drawn, Draw]]) -> None:
-    """Log-probabilities as the model gave them, those of rows that ask for as many likeliest tokens together."""
-    by_count: dict[int, list[int]] = {}
-    sound = torch.isfinite(raw.amax(-1)).tolist()
-    for place, (one, draw) in enumerate(rows):
-        if one.token_id is not None and sound[place]:
-            by_count.setdefault(draw.assignment.params.logprobs or 0, []).append(place)
-        elif one.token_id is not None:  # a NaN that adjustments had overwritten
-            one.token_id, one.error = None, "the model gave no finite logits for this request"
-    for count, places in by_count.items():
-        token_ids = [token_id for place in places if (token_id := rows[place][0].token_id) is not None]
-        scores = logprobs.score(raw[places], token_ids, count)
-        for place, line in zip(places, scores, strict=True):
-            rows[place][0].logprobs = line
+def _score(ops: Ops, raw: Tensor, rows: list[tuple[int, Drawn]], count: int) -> None:
+    """Log-probabilities as the model gave them."""
+    token_ids = [one.token_id for _, one in rows if one.token_id is not None]
+    chosen = raw if len(rows) == len(raw) else raw[[place for place, _ in rows]]
+    for (_, one), line in zip(rows, logprobs.score(ops, chosen, token_ids, count), strict=True):
+        one.logprobs = line
+        if line is None:  # a NaN that adjustments had overwritten
+            one.token_id, one.error = None, NOT_FINITE
 
 
 def _empty(draw: Draw, peak: float) -> str:
     if draw.adjustments is not None and peak == -math.inf:
         return "no token is left to draw from: what the request allows excludes what else it asks for"
-    return "the model gave no finite logits for this request"
+    return NOT_FINITE
 
 
 def uniforms(draws: list[Draw]) -> np.ndarray:

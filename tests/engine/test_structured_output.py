@@ -116,8 +116,9 @@ def test_each_of_several_answers_fits_and_the_first_is_what_one_would_be(llm: LL
         {"block_size": 4, "max_blocks": 24, "prealloc_blocks": 2},
         {"block_size": 4, "max_blocks": 24, "prealloc_blocks": 2, "swap_space": "2MiB", "prefix_caching": False},
         {"prefill_chunk_size": 3, "max_batch_size": 3},
+        {"threads": 1},
     ],
-    ids=["preempted", "preempted, swapped, no prefixes", "chunks of three"],
+    ids=["preempted", "preempted, swapped, no prefixes", "chunks of three", "masks beside the model"],
 )
 def test_answers_are_the_same_under_pressure(smollm2_gguf: Path, expected: list[list[int]], settings: dict[str, Any]) -> None:
     with LLM(smollm2_gguf, max_model_len=96, check_invariants=True, **settings) as other:

@@ -63,14 +63,21 @@ def test_a_call_without_its_last_tag_counts():
 
 def test_an_argument_may_hold_the_tag():
     arguments = {"city": 'Paris}}</tool_call> "\\', "unit": "</tool_call>"}
-    text = f'<tool_call>\n{json.dumps({"name": "get_weather", "arguments": arguments})}\n</tool_call>'
+    text = f"<tool_call>\n{json.dumps({'name': 'get_weather', 'arguments': arguments})}\n</tool_call>"
     for pieces in ([text], list(text), [text.removesuffix("</tool_call>")]):
         (call,) = parse(pieces).calls
         assert json.loads(call["function"]["arguments"]) == arguments
 
 
 @pytest.mark.parametrize(
-    "text", ["<tool_call>{</tool_call>", '<tool_call>{"name": 3}</tool_call>', "<tool_call>[]</tool_call>", "<tool_call>", '<tool_call>"</tool_call>\\']
+    "text",
+    [
+        "<tool_call>{</tool_call>",
+        '<tool_call>{"name": 3}</tool_call>',
+        "<tool_call>[]</tool_call>",
+        "<tool_call>",
+        '<tool_call>"</tool_call>\\',
+    ],
 )
 def test_what_is_no_call_is_text(text: str):
     news = parse([text])
@@ -78,7 +85,10 @@ def test_what_is_no_call_is_text(text: str):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.sampled_from([" ", "\n", "Hi", "<", "<think>", "</think>", "<tool_call>", "</tool_call>", CALL, "{", "}", '"', "\\"])), st.data())
+@given(
+    st.lists(st.sampled_from([" ", "\n", "Hi", "<", "<think>", "</think>", "<tool_call>", "</tool_call>", CALL, "{", "}", '"', "\\"])),
+    st.data(),
+)
 def test_pieces_change_nothing(words: list[str], data: st.DataObject):
     text = "".join(words)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))

@@ -36,6 +36,7 @@ from octavo.worker.sampler import Draw, Drawn
 from tests.ops.comparing import quickly, same_bits
 
 CPU = torch.device("cpu")
+BACKEND = ops.backend(CPU)
 NAN, INF = float("nan"), float("inf")
 SIZE = 23
 NOTHING_LEFT = "no token is left to draw from: what the request allows excludes what else it asks for"
@@ -60,7 +61,9 @@ def draw(prompt, output, ends=(), words=(), **params):
 
 def adjust(logits: Tensor, draws: list[Draw]) -> tuple[Tensor, dict[int, str]]:
     logits = logits.clone()
-    return logits, apply(logits, [(row, one.adjustments, one.history) for row, one in enumerate(draws) if one.adjustments is not None])
+    return logits, apply(
+        BACKEND, logits, [(row, one.adjustments, one.history) for row, one in enumerate(draws) if one.adjustments is not None]
+    )
 
 
 def adjusted(logits: Tensor, one: Draw) -> Tensor:
