@@ -163,7 +163,8 @@ class CpuOps(ReferenceOps):
 
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         if logits.dtype != torch.float32 or logits.stride(1) != 1:
-            return super().mask(logits, rows, bits)
+            super().mask(logits, rows, bits)
+            return
         rows, bits = rows.contiguous(), bits.contiguous()
         size, (count, words) = logits.shape[1], bits.shape
         self._native.mask(logits.data_ptr(), logits.stride(0), size, rows.data_ptr(), bits.data_ptr(), words, count)
