@@ -10,7 +10,8 @@ import csv
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -26,10 +27,11 @@ BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """A prompt and the answer it got."""
+    """A prompt and the answer it got. arrival: when it came, in seconds from a moment that all of a file share, where that is known."""
 
     prompt: list[int]
     answer: list[int]
+    arrival: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,16 @@ def ideal_share(requests: list[TracedRequest], block_size: int) -> float:
 def _lengths(prompt_column: str, answer_column: str, path: Path) -> Iterator[TracedRequest]:
     with path.open(newline="", encoding="utf-8") as file:
         for number, row in enumerate(csv.DictReader(file)):
-            yield TracedRequest([number] * int(row[prompt_column]), [number] * int(row[answer_column]))
+            prompt, answer = [number] * int(row[prompt_column]), [number] * int(row[answer_column])
+            yield TracedRequest(prompt, answer, _seconds(row.get("TIMESTAMP")))
+
+
+def _seconds(moment: str | None) -> float | None:
+    """Since 1970; None where it is no date and time."""
+    try:
+        return datetime.fromisoformat(moment or "").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        return None
 
 
 def _prefix_identities(block: int, path: Path) -> Iterator[TracedRequest]:
@@ -104,7 +115,8 @@ def _prefix_identities(block: int, path: Path) -> Iterator[TracedRequest]:
         if not len(prompt) - block < length <= len(prompt):
             raise ValueError(f"{len(row['hash_ids'])} blocks of {block} tokens do not make {length}")
         del prompt[length:]
-        yield TracedRequest(prompt, [unused + number] * row["output_length"])
+        arrival = row["timestamp"] / 1000 if "timestamp" in row else None
+        yield TracedRequest(prompt, [unused + number] * row["output_length"], arrival)
 
 
 def _agent_runs(path: Path) -> Iterator[TracedRequest]:

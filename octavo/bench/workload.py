@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from octavo.bench import traces
@@ -25,10 +25,11 @@ TAIL = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One request: its prompt, and how many tokens it is to generate."""
+    """One request: its prompt, how many tokens it is to generate, and when it came in the trace that it is from, where that is known."""
 
     prompt: list[int]
     tokens: int
+    arrival: float | None = field(default=None, compare=False)
 
     @property
     def length(self) -> int:
@@ -69,16 +70,16 @@ def load(dataset: str = SHARED, data: str | None = None, count: int = 64, scale:
     if dataset == SHARED:
         work = shared(max(64, count))[:count]  # lengths of outputs are drawn after all prompts
     elif dataset in traces.DATASETS:
-        work = [Work(request.prompt, len(request.answer)) for request in traces.load(dataset, data, count)]
+        work = [Work(request.prompt, len(request.answer), request.arrival) for request in traces.load(dataset, data, count)]
     else:
         raise InvalidValueError(f"dataset: {dataset!r}; allowed: {', '.join([SHARED, *traces.DATASETS])}")
     work = [one for one in work if one.prompt and one.tokens]
-    return [Work(one.prompt[: _scaled(len(one.prompt), scale)], _scaled(one.tokens, scale)) for one in work]
+    return [replace(one, prompt=one.prompt[: _scaled(len(one.prompt), scale)], tokens=_scaled(one.tokens, scale)) for one in work]
 
 
 def fitting(work: list[Work], longest: int, vocab_size: int) -> list[Work]:
     """Those that a sequence of `longest` tokens can hold, their ids brought into the vocabulary."""
-    return [Work([token % vocab_size for token in one.prompt], one.tokens) for one in work if one.length <= longest]
+    return [replace(one, prompt=[token % vocab_size for token in one.prompt]) for one in work if one.length <= longest]
 
 
 def cut(work: list[Work], count: int, prompt: int, tokens: int) -> list[Work]:

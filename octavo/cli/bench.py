@@ -143,3 +143,60 @@ def latency(
         json=json,
         out=out,
     )
+
+
+@bench.command()
+def serve(
+    url: Annotated[str, typer.Option(metavar="URL", help="the server, of OpenAI's API")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="which model (default the first that the server lists)")] = None,
+    api_key: Annotated[str | None, typer.Option("--api-key", envvar="OCTAVO_API_KEY", metavar="KEY", help="the server's")] = None,
+    dataset: Annotated[str, typer.Option(metavar="NAME", help="shared, or a trace as in bench memory; a wrong name lists them")] = "shared",
+    data: Annotated[str | None, typer.Option(metavar="FOLDER", help="where the traces lie (else $OCTAVO_DATA, ../shared/data)")] = None,
+    requests: Annotated[int, typer.Option(metavar="N", help="how many of its requests")] = 64,
+    scale: Annotated[float, typer.Option(metavar="VALUE", help="divide all lengths by this")] = 1.0,
+    text: Annotated[bool, typer.Option("--text", help="Send words, about one a token, instead of token ids.")] = False,
+    vocab_size: Annotated[int | None, typer.Option(metavar="N", help="token ids stay below this (default SmolLM2's vocabulary)")] = None,
+    arrivals: Annotated[
+        str | None, typer.Option(metavar="WAY", help="poisson or constant, at a rate (default poisson), or trace, as the data set has them")
+    ] = None,
+    rate: Annotated[list[float] | None, typer.Option(metavar="VALUE", help="requests a second; repeatable, a measurement each")] = None,
+    time_stretch: Annotated[float | None, typer.Option(metavar="VALUE", help="multiply the times of a trace by this (default 1)")] = None,
+    concurrency: Annotated[int | None, typer.Option(metavar="N", help="instead keep so many requests in flight")] = None,
+    slo_ttft_ms: Annotated[float | None, typer.Option(metavar="VALUE", help="goodput: time to first token at most")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(metavar="VALUE", help="goodput: time per token after the first at most")] = None,
+    slo_e2e_ms: Annotated[float | None, typer.Option(metavar="VALUE", help="goodput: time to the end of the answer at most")] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="give a request up after this")] = 600.0,
+    warmup: Annotated[int, typer.Option(metavar="N", help="short requests first that do not count")] = 1,
+    seed: Annotated[int, typer.Option(metavar="N", help="of poisson arrivals")] = 0,
+    json: Json = None,
+    out: Out = None,
+) -> None:
+    """Latencies, throughput and goodput of a server under load, this one or another of OpenAI's API.
+
+    One of --rate, --arrivals trace and --concurrency says when requests are sent.
+    """
+    from octavo.bench.serve import run
+
+    run(
+        url=url,
+        model=model,
+        api_key=api_key,
+        dataset=dataset,
+        data=data,
+        requests=requests,
+        scale=scale,
+        text=text,
+        vocab_size=vocab_size,
+        arrivals=arrivals,
+        rates=rate or (),
+        time_stretch=time_stretch,
+        concurrency=concurrency,
+        slo_ttft_ms=slo_ttft_ms,
+        slo_tpot_ms=slo_tpot_ms,
+        slo_e2e_ms=slo_e2e_ms,
+        timeout=timeout,
+        warmup=warmup,
+        seed=seed,
+        json=json,
+        out=out,
+    )
