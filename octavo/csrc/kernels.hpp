@@ -8,6 +8,8 @@ namespace octavo {
 
 enum class Element : int { float32 = 0, bfloat16 = 1, int8 = 2 };
 
+enum class Activation : int { silu = 0, gelu_tanh = 1 };
+
 struct Bfloat16 {
     uint16_t bits;
 };
@@ -61,16 +63,17 @@ struct Piece {
 };
 
 // [tokens, heads, size] with a stride between tokens; weight [size]; out, and sum where there is a residual, are contiguous.
+// multiplier: of x, before the residual is added. weight_type: of x, or float32. Without a weight there is the sum alone.
 struct NormCall {
     const void* x;
     const void* residual;
     const void* weight;
     void* out;
     void* sum;
-    Element type;
+    Element type, weight_type;
     int64_t x_stride;
     int heads, size;
-    float eps;
+    float eps, multiplier;
 };
 
 // gate_up [tokens, 2 * size] with a stride between tokens -> out [tokens, size].
@@ -78,6 +81,7 @@ struct GateCall {
     const void* gate_up;
     void* out;
     Element type;
+    Activation activation;
     int64_t stride;
     int size;
 };
@@ -122,7 +126,7 @@ struct SampleCall {
     int64_t* places;
 };
 
-// ids [tokens] -> out [tokens, inputs].
+// ids [tokens] -> out [tokens, inputs], times scale.
 struct EmbeddingCall {
     const Matrix* matrix;
     const int64_t* ids;
@@ -130,6 +134,7 @@ struct EmbeddingCall {
     void* out;
     Element out_type;
     int64_t out_stride;
+    float scale;
 };
 
 struct Kernels {
@@ -140,7 +145,7 @@ struct Kernels {
     void (*attend)(const AttentionCall&, const Piece&, const Piece* following, float* scratch, float* workspace);
     void (*merge)(const AttentionCall&, const Piece&, float* scratch, const float* workspace);
     void (*rms_norm)(const NormCall&, int64_t token);
-    void (*silu_and_mul)(const GateCall&, int64_t token);
+    void (*activate_and_mul)(const GateCall&, int64_t token);
     void (*argmax)(const ArgmaxCall&, int64_t row);
     // Bytes of scratch for one call of sample.
     size_t (*sample_bytes)(const SampleCall&);

@@ -93,15 +93,15 @@ public:
     }
 
     void rms_norm(uintptr_t x, int64_t x_stride, uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t sum, bool bfloat16,
-                  int64_t tokens, int heads, int size, float eps) {
-        const NormCall call{at<void>(x), at<void>(residual), at<void>(weight), at<void>(out), at<void>(sum), element(bfloat16), x_stride,
-                            heads, size, eps};
+                  bool weight_bfloat16, int64_t tokens, int heads, int size, float eps, float multiplier) {
+        const NormCall call{at<void>(x), at<void>(residual), at<void>(weight), at<void>(out), at<void>(sum), element(bfloat16),
+                            element(weight_bfloat16), x_stride, heads, size, eps, multiplier};
         perform([=, kernels = kernels] { by_token(kernels->rms_norm, call, tokens, int64_t(heads) * size); });
     }
 
-    void silu_and_mul(uintptr_t gate_up, int64_t stride, uintptr_t out, bool bfloat16, int64_t tokens, int size) {
-        const GateCall call{at<void>(gate_up), at<void>(out), element(bfloat16), stride, size};
-        perform([=, kernels = kernels] { by_token(kernels->silu_and_mul, call, tokens, size); });
+    void activate_and_mul(uintptr_t gate_up, int64_t stride, uintptr_t out, bool bfloat16, int activation, int64_t tokens, int size) {
+        const GateCall call{at<void>(gate_up), at<void>(out), element(bfloat16), Activation(activation), stride, size};
+        perform([=, kernels = kernels] { by_token(kernels->activate_and_mul, call, tokens, size); });
     }
 
     void linear(const Matrix& matrix, uintptr_t x, int64_t x_stride, bool x_bfloat16, int64_t rows, uintptr_t bias, uintptr_t out,
@@ -111,8 +111,8 @@ public:
         perform([=, kernels = kernels] { octavo::linear(*kernels, call); });
     }
 
-    void embedding(const Matrix& matrix, uintptr_t ids, int64_t tokens, uintptr_t out, bool out_bfloat16) {
-        const EmbeddingCall call{&matrix, at<int64_t>(ids), tokens, at<void>(out), element(out_bfloat16), matrix.inputs()};
+    void embedding(const Matrix& matrix, uintptr_t ids, int64_t tokens, uintptr_t out, bool out_bfloat16, float scale) {
+        const EmbeddingCall call{&matrix, at<int64_t>(ids), tokens, at<void>(out), element(out_bfloat16), matrix.inputs(), scale};
         perform([=, kernels = kernels] { octavo::embedding(*kernels, call); });
     }
 
@@ -193,7 +193,7 @@ NB_MODULE(_native, m) {
         .def("record", &Backend::record, "into"_a.none(), nb::keep_alive<1, 2>())
         .def("paged_attention", &Backend::paged_attention, nb::call_guard<nb::gil_scoped_release>())
         .def("rms_norm", &Backend::rms_norm, nb::call_guard<nb::gil_scoped_release>())
-        .def("silu_and_mul", &Backend::silu_and_mul, nb::call_guard<nb::gil_scoped_release>())
+        .def("activate_and_mul", &Backend::activate_and_mul, nb::call_guard<nb::gil_scoped_release>())
         .def("linear", &Backend::linear, nb::call_guard<nb::gil_scoped_release>())
         .def("embedding", &Backend::embedding, nb::call_guard<nb::gil_scoped_release>())
         .def("argmax", &Backend::argmax, nb::call_guard<nb::gil_scoped_release>())

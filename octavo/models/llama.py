@@ -101,7 +101,7 @@ class DecoderLayer:
         x, residual = self._input_norm.add(x, residual)
         x = self._attention(x, rotation, kv, batch)
         x, residual = self._post_norm.add(x, residual)
-        return self._down(self._ops.silu_and_mul(self._gate_up(x))), residual
+        return self._down(self._ops.activate_and_mul(self._gate_up(x), "silu")), residual
 
 
 class Decoder:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from octavo.ops.interface import AttentionBatch, BlockShape, Draws, Forward, LayerKV, Matrix
+from octavo.ops.interface import Activation, AttentionBatch, BlockShape, Draws, Forward, LayerKV, Matrix
 from octavo.quantization import GROUP, Grouped
 
 PRODUCT_ROWS = 32
@@ -53,8 +53,8 @@ class ReferenceOps:
             return DenseMatrix(weight.dense().to(self.device), grouped=True)
         return DenseMatrix(weight.to(self.device), grouped=False)
 
-    def embedding(self, ids: Tensor, weight: Matrix, dtype: torch.dtype) -> Tensor:
-        return F.embedding(ids, weight.values).to(dtype)
+    def embedding(self, ids: Tensor, weight: Matrix, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        return (F.embedding(ids, weight.values) * scale).to(dtype)
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         if weight.grouped:
@@ -77,15 +77,20 @@ class ReferenceOps:
             torch.mm(part, weight.t(), out=out[start : start + PRODUCT_ROWS])
         return out[:rows]
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        total = x if residual is None else x + residual
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, multiplier: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else ReferenceOps.add(self, x, residual, multiplier)
         wide = total.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return (wide * scale).to(x.dtype) * weight, total
+        return ((wide * scale).to(weight.dtype) * weight).to(x.dtype), total
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def add(self, x: Tensor, residual: Tensor, multiplier: float = 1.0) -> Tensor:
+        return x * multiplier + residual
+
+    def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate) * up
+        return (F.silu(gate) if activation == "silu" else gelu_tanh(gate)) * up
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         peaks = logits.amax(-1)
@@ -144,6 +149,12 @@ class DenseMatrix:
     @property
     def nbytes(self) -> int:
         return self.values.nbytes
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """torch's own loses the digits of small results: it adds 1 to a tangent near -1."""
+    wide = x.float()
+    return (wide * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3))).to(x.dtype)
 
 
 def rounded_to_int8(x: Tensor) -> Tensor:
