@@ -83,6 +83,14 @@ class RotaryEmbedding:
         return cos, sin
 
 
+class NoRotation:
+    """Rotates nothing, for layers in which positions do not enter."""
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = torch.empty(len(positions), 0, device=positions.device)
+        return angles, angles
+
+
 def _default(config: RotaryConfig, length: int) -> Tensor:
     return _inverse_frequencies(config.theta, config.dim)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from octavo.models.llama import DecoderConfig
 
 MODELS = {
+    "gemma3_text": "octavo.models.gemma3_text",
     "llama": "octavo.models.llama",
     "mistral": "octavo.models.mistral",
     "qwen2": "octavo.models.qwen2",
