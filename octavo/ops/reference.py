@@ -152,9 +152,10 @@ class DenseMatrix:
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """torch's own loses the digits of small results: it adds 1 to a tangent near -1."""
+    """torch's own loses the digits of small results, as it adds 1 to a tangent near -1, and ends a call in scalars of other bits."""
     wide = x.float()
-    return (wide * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3))).to(x.dtype)
+    turned = (-2 * math.sqrt(2 / math.pi)) * (wide + 0.044715 * (wide * wide * wide))
+    return (wide / (1 + turned.exp())).to(x.dtype)
 
 
 def rounded_to_int8(x: Tensor) -> Tensor:
