@@ -81,8 +81,11 @@ class Backend:
         region: int,
         layer: int,
         scale: float,
+        softcap: float,
         /,
-    ) -> None: ...
+    ) -> None:
+        """softcap: 0 for none."""
+
     def rms_norm(
         self,
         x: int,
@@ -110,6 +113,9 @@ class Backend:
     ) -> None: ...
     def embedding(self, matrix: Matrix, ids: int, tokens: int, out: int, out_bfloat16: bool, scale: float, /) -> None:
         """Raises IndexError for an id that the matrix does not have."""
+
+    def softcap(self, x: int, stride: int, rows: int, size: int, cap: float, /) -> None:
+        """In place."""
 
     def argmax(self, x: int, stride: int, rows: int, size: int, peaks: int, places: int, /) -> None: ...
     def sample(

@@ -15,7 +15,7 @@ static size_t state_floats(const AttentionCall& call) { return Scratch::state_fl
 
 extern const Kernels kernels;
 const Kernels kernels{
-    OCTAVO_NAME(OCTAVO_ISA), scratch_floats, state_floats, store_token, attend, merge, rms_norm, activate_and_mul, argmax,
+    OCTAVO_NAME(OCTAVO_ISA), scratch_floats, state_floats, store_token, attend, merge, rms_norm, activate_and_mul, softcap, argmax,
     sample_bytes,            sample,         prepared_bytes, prepare,   product_bytes, multiply, embed,
 };
 

@@ -34,6 +34,7 @@ constexpr int MAX_DIM = 256;
 // One layer's attention. Strides are in elements.
 // query, key, value: [tokens, heads, dim], each token's heads contiguous. out: contiguous, of the query's type.
 // cos, sin: [tokens, half], for the first 2 * half features of query and key.
+// softcap: scores are brought within it by its tanh; 0 for none.
 // keys, values: this layer's part of block 0, [num_kv_heads, head_bytes]; a block holds 2 ** block_shift positions. See cache.hpp.
 struct AttentionCall {
     const void* query;
@@ -50,7 +51,7 @@ struct AttentionCall {
     Element region_type;
     int64_t block_bytes, head_bytes;
     int num_kv_heads, group, dim, block_shift;
-    float scale;
+    float scale, softcap;
     int64_t window;
 };
 
@@ -84,6 +85,13 @@ struct GateCall {
     Activation activation;
     int64_t stride;
     int size;
+};
+
+// x [rows, size] with a stride between rows -> cap * tanh(x / cap), in place.
+struct CapCall {
+    float* x;
+    int64_t stride, size;
+    float cap;
 };
 
 // x [rows, inputs] and out [rows, outputs], rows apart by strides in elements; bias [outputs] or null.
@@ -146,6 +154,7 @@ struct Kernels {
     void (*merge)(const AttentionCall&, const Piece&, float* scratch, const float* workspace);
     void (*rms_norm)(const NormCall&, int64_t token);
     void (*activate_and_mul)(const GateCall&, int64_t token);
+    void (*softcap)(const CapCall&, int64_t row);
     void (*argmax)(const ArgmaxCall&, int64_t row);
     // Bytes of scratch for one call of sample.
     size_t (*sample_bytes)(const SampleCall&);

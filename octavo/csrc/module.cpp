@@ -83,9 +83,9 @@ public:
 
     void paged_attention(const AttentionPlan& plan, uintptr_t query, int64_t query_stride, uintptr_t key, int64_t key_stride,
                          uintptr_t value, int64_t value_stride, uintptr_t cos, uintptr_t sin, int half, uintptr_t out, bool bfloat16,
-                         uintptr_t region, int64_t layer, float scale) {
+                         uintptr_t region, int64_t layer, float scale, float softcap) {
         const LayerPointers pointers{at<void>(query), at<void>(key), at<void>(value), at<float>(cos), at<float>(sin), at<void>(out), at<void>(region),
-                                     element(bfloat16), query_stride, key_stride, value_stride, layer, half, scale};
+                                     element(bfloat16), query_stride, key_stride, value_stride, layer, half, scale, softcap};
         plan.run(*kernels, pointers);
         if (!recording) return;
         const size_t place = recording->place_of(plan);
@@ -114,6 +114,11 @@ public:
     void embedding(const Matrix& matrix, uintptr_t ids, int64_t tokens, uintptr_t out, bool out_bfloat16, float scale) {
         const EmbeddingCall call{&matrix, at<int64_t>(ids), tokens, at<void>(out), element(out_bfloat16), matrix.inputs(), scale};
         perform([=, kernels = kernels] { octavo::embedding(*kernels, call); });
+    }
+
+    void softcap(uintptr_t x, int64_t stride, int64_t rows, int64_t size, float cap) {
+        const CapCall call{at<float>(x), stride, size, cap};
+        perform([=, kernels = kernels] { by_token(kernels->softcap, call, rows, size); });
     }
 
     void argmax(uintptr_t x, int64_t stride, int64_t rows, int64_t size, uintptr_t peaks, uintptr_t places) const {
@@ -196,6 +201,7 @@ NB_MODULE(_native, m) {
         .def("activate_and_mul", &Backend::activate_and_mul, nb::call_guard<nb::gil_scoped_release>())
         .def("linear", &Backend::linear, nb::call_guard<nb::gil_scoped_release>())
         .def("embedding", &Backend::embedding, nb::call_guard<nb::gil_scoped_release>())
+        .def("softcap", &Backend::softcap, nb::call_guard<nb::gil_scoped_release>())
         .def("argmax", &Backend::argmax, nb::call_guard<nb::gil_scoped_release>())
         .def("sample", &Backend::sample, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -66,6 +66,13 @@ static void activate_and_mul_token(const GateCall& call, int64_t token) {
     });
 }
 
+static void softcap(const CapCall& call, int64_t row) {
+    float* x = call.x + row * call.stride;
+    in_vectors(int(call.size), [&](int i, int count) {
+        store_some(x + i, tangent(load_some(x + i, count) / broadcast(call.cap)) * broadcast(call.cap), count);
+    });
+}
+
 static void argmax(const ArgmaxCall& call, int64_t row) {
     const float* x = call.x + row * call.stride;
     Floats top = broadcast(NONE), poison = {};

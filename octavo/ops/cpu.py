@@ -175,6 +175,12 @@ class CpuOps(ReferenceOps):
         self._native.activate_and_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), is_bfloat16, number, tokens, size)
         return out
 
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        if x.dtype != torch.float32 or x.stride(1) != 1:
+            return super().softcap(x, cap)
+        self._native.softcap(x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], cap)
+        return x
+
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         if logits.dtype != torch.float32:
             return super().argmax(logits)
@@ -215,10 +221,11 @@ class CpuOps(ReferenceOps):
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         is_bfloat16, shape = _IS_BFLOAT16.get(query.dtype), kv.shape
         if is_bfloat16 is None or shape.dtype not in _ELEMENTS or shape.head_dim > MAX_HEAD_DIM or shape.head_dim % 4:
-            return super().paged_attention(query, key, value, rotation, kv, batch, scale, window)
+            return super().paged_attention(query, key, value, rotation, kv, batch, scale, window, softcap)
         name = ("native", window, query.shape[1])
         plan = batch.prepared.get(name)
         if plan is None:
@@ -242,6 +249,7 @@ class CpuOps(ReferenceOps):
             kv.region.data_ptr(),
             kv.layer,
             scale,
+            softcap or 0.0,
         )
         return out
 

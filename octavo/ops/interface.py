@@ -133,6 +133,9 @@ class Ops(Protocol):
     def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """[T, 2 * I] holding gate then up -> activation(gate) * up, [T, I]."""
 
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """float32 [N, V] -> cap * tanh(x / cap), in place."""
+
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """float32 [N, V] -> each row's largest value [N], NaN where the row holds one, and the first place it stands at [N]."""
 
@@ -149,9 +152,11 @@ class Ops(Protocol):
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Rotate query [T, num_heads, D] and key [T, num_kv_heads, D], store key and value, then attend -> [T, num_heads, D].
 
         rotation: cos and sin, float32 [T, R / 2]; the first R features of a head are rotated. Token at position p sees
         positions max(0, p - window + 1) to p of its own row. What lies in KV memory beyond those must be finite.
+        softcap: scores s become softcap * tanh(s / softcap).
         """

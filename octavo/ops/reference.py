@@ -92,6 +92,9 @@ class ReferenceOps:
         gate, up = gate_up.chunk(2, -1)
         return (F.silu(gate) if activation == "silu" else gelu_tanh(gate)) * up
 
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return x.div_(cap).tanh_().mul_(cap)
+
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         peaks = logits.amax(-1)
         return peaks, (logits == peaks[:, None]).int().argmax(-1)  # torch's argmax of logits takes any of equal ones
@@ -121,6 +124,7 @@ class ReferenceOps:
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         query, key = rotate(query, *rotation), rotate(key, *rotation)
         for which, rows in enumerate((key, value)):
@@ -130,7 +134,7 @@ class ReferenceOps:
             batch.prepared[key_name] = _plan(batch, window, -(-MIN_QUERY_ROWS * key.shape[1] // query.shape[1]), self.device)
         out = torch.empty_like(query)
         for group in batch.prepared[key_name]:
-            out[group.tokens] = group.attend(query[group.tokens], kv, scale, self._scratch).to(out.dtype)
+            out[group.tokens] = group.attend(query[group.tokens], kv, scale, softcap, self._scratch).to(out.dtype)
         return out
 
 
@@ -239,7 +243,7 @@ class _Group:
     hidden: Tensor
     unseen: Tensor
 
-    def attend(self, query: Tensor, kv: LayerKV, scale: float, scratch: _Scratch) -> Tensor:
+    def attend(self, query: Tensor, kv: LayerKV, scale: float, softcap: float | None, scratch: _Scratch) -> Tensor:
         """[R * count, num_heads, D] -> the same shape in float32."""
         kv_heads, dim = kv.shape.num_kv_heads, kv.shape.head_dim
         heads = query.shape[1]
@@ -251,6 +255,8 @@ class _Group:
         keys = self._tiles(kv, 0, scratch)
         scores = scratch.take("scores", torch.float32, tiles * kv_heads, width, TILE)
         torch.bmm(queries[self.rows].flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), out=scores)
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
         scores = scores.view(tiles, kv_heads, self.padded, share, TILE)
         scores[self.edges] = scores[self.edges].masked_fill_(self.hidden, -torch.inf)
         peaks = scores.amax(-1)

@@ -35,6 +35,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         kv_dtype=draw(st.sampled_from([dtype, dtype, torch.int8])),
         window=draw(st.sampled_from([None, None, 1, 5, 64, 100, 513])),
         half=draw(st.sampled_from([dim // 2, dim // 4, 0])),
+        softcap=draw(st.sampled_from([None, None, 1.5])),
     )
 
 
@@ -113,6 +114,7 @@ PROMISES = [
     Shape(num_heads=2, num_kv_heads=2, dim=20, window=37),
     Shape(num_heads=4, num_kv_heads=1, dim=128, block_size=128, dtype=torch.bfloat16, kv_dtype=torch.bfloat16),
     Shape(num_heads=9, num_kv_heads=3, kv_dtype=torch.int8),
+    Shape(num_heads=4, num_kv_heads=2, dim=256, window=90, softcap=2.0),
     Shape(num_heads=8, num_kv_heads=2, dim=96, dtype=torch.bfloat16, kv_dtype=torch.int8, window=70),
 ]
 LENGTH, TAIL = 545, 480
@@ -259,6 +261,16 @@ def test_activate_and_mul(ops: Ops, dtype: torch.dtype, size: int, activation: A
     assert same_bits(ops.activate_and_mul(gate_up[5:6], activation)[0], found[5])
     gate_up[3, :4] = torch.tensor([1e4, -1e4, torch.nan, 0.0])
     assert ops.activate_and_mul(gate_up, activation)[3, :4].isfinite().tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize("size", [20, 1003])
+def test_softcap(ops: Ops, size: int) -> None:
+    x = _random(torch.float32, (70, size))[0] * 40
+    x[0, :6] = torch.tensor([0.0, 1e-4, -3e-3, torch.inf, -torch.inf, torch.nan])
+    found = ops.softcap(x.clone(), 30.0)
+    torch.testing.assert_close(found.double(), 30 * (x.double() / 30).tanh(), rtol=5e-7, atol=0, equal_nan=True)
+    for row in (0, 33, 69):
+        assert same_bits(ops.softcap(x[row : row + 1].clone(), 30.0)[0], found[row])
 
 
 @quickly
