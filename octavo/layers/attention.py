@@ -18,7 +18,8 @@ Normed: TypeAlias = Literal["head", "projection"]
 class Attention:
     """Projects, rotates, stores keys and values, attends, projects back.
 
-    scale: of scores. window: positions a token sees, its own included. fused: the checkpoint has query, key and value as one tensor.
+    scale: of scores. softcap: they are brought within it by its tanh. window: positions a token sees, its own included.
+    fused: the checkpoint has query, key and value as one tensor.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Attention:
         num_kv_heads: int,
         head_dim: int,
         scale: float,
+        softcap: float | None,
         window: int | None,
         qkv_bias: bool,
         output_bias: bool,
@@ -41,7 +43,7 @@ class Attention:
     ) -> None:
         self._ops = ops
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
-        self._scale, self._window = scale, window
+        self._scale, self._softcap, self._window = scale, softcap, window
         self._sizes = sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
         names = ["qkv"] if fused else ["q", "k", "v"]
         self._qkv = Linear(ops, weights, [f"{name}.{part}_proj" for part in names], hidden_size, sizes, qkv_bias)
@@ -58,5 +60,5 @@ class Attention:
         query, key, value = (part.view(x.shape[0], -1, self._head_dim) for part in (query, key, value))
         if self._normed == "head":
             query, key = self._norms[0](query), self._norms[1](key)
-        out = self._ops.paged_attention(query, key, value, rotation, kv, batch, self._scale, self._window)
+        out = self._ops.paged_attention(query, key, value, rotation, kv, batch, self._scale, self._window, self._softcap)
         return self._output(out.reshape(x.shape[0], -1))

@@ -43,15 +43,28 @@ class Embedding:
 
 
 class OutputHead:
-    """Hidden states to logits, in float32: rounded to bfloat16, likely tokens would tie. `tied` shares the embedding's matrix."""
+    """Hidden states to logits, in float32: rounded to bfloat16, likely tokens would tie. `tied` shares the embedding's matrix.
+
+    divisor: of logits. softcap: they are brought within it by its tanh.
+    """
 
     def __init__(
-        self, ops: Ops, weights: Weights, name: str, vocab_size: int, hidden_size: int, tied: Embedding | None, divisor: float = 1.0
+        self,
+        ops: Ops,
+        weights: Weights,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        tied: Embedding | None,
+        divisor: float = 1.0,
+        softcap: float | None = None,
     ) -> None:
         self._ops = ops
-        self._divisor = divisor
+        self._divisor, self._softcap = divisor, softcap
         self.matrix = tied.matrix if tied else weights.matrix([f"{name}.weight"], vocab_size, hidden_size, OUTER_BITS)
 
     def __call__(self, x: Tensor) -> Tensor:
         logits = self._ops.linear(x, self.matrix, dtype=torch.float32)
-        return logits if self._divisor == 1.0 else logits.div_(self._divisor)
+        if self._divisor != 1.0:
+            logits.div_(self._divisor)
+        return logits if self._softcap is None else self._ops.softcap(logits, self._softcap)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from octavo.models.llama import DecoderConfig
 
 MODELS = {
+    "gemma": "octavo.models.gemma",
+    "gemma2": "octavo.models.gemma2",
     "gemma3_text": "octavo.models.gemma3_text",
     "llama": "octavo.models.llama",
     "mistral": "octavo.models.mistral",

@@ -38,6 +38,7 @@ class DecoderConfig:
     rotary: its context is the model's. rotaries[i] is layer i's, None where positions do not enter.
     windows[i] is layer i's sliding window, None for full attention.
     residual_multiplier: of what attention and feed-forward add to the residual stream. logits_divisor: of the logits.
+    attention_softcap, logits_softcap: scores and logits are brought within it by its tanh.
     fused: the checkpoint has query, key and value as one tensor, and so gate and up.
     """
 
@@ -64,6 +65,8 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], **differences: Any) -> DecoderConfig:
@@ -127,6 +130,7 @@ class DecoderLayer:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             scale=config.attention_scale,
+            softcap=config.attention_softcap,
             window=window,
             qkv_bias=config.qkv_bias,
             output_bias=config.output_bias,
@@ -161,7 +165,8 @@ class Decoder:
         self._layers = [DecoderLayer(ops, weights, f"model.layers.{i}", config, window) for i, window in enumerate(config.windows)]
         self._norm = RMSNorm(ops, weights, "model.norm", config.hidden_size, config.norm, config.residual_multiplier)
         tied = self._embed if config.tied else None
-        self._head = OutputHead(ops, weights, "lm_head", config.vocab_size, config.hidden_size, tied, config.logits_divisor)
+        ends = (config.logits_divisor, config.logits_softcap)
+        self._head = OutputHead(ops, weights, "lm_head", config.vocab_size, config.hidden_size, tied, *ends)
         divisors = weights.take("rope_freqs.weight", config.rotary.dim // 2).float().cpu() if "rope_freqs.weight" in weights else None
         kinds: list[RotaryConfig | None] = []
         for kind in config.rotaries:

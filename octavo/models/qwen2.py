@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.loading.fields import Fields
+from octavo.models.layer_kinds import windows
 from octavo.models.llama import DecoderConfig
-from octavo.models.windows import windows
 
 
 def configure(hf: Mapping[str, Any]) -> DecoderConfig:

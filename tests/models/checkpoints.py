@@ -24,6 +24,13 @@ BASE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+GEMMA2: dict[str, Any] = {
+    "sliding_window": 17,
+    "query_pre_attn_scalar": 40,
+    "attn_logit_softcapping": 1.5,
+    "final_logit_softcapping": 4.0,
+    "tie_word_embeddings": True,
+}
 GEMMA3: dict[str, Any] = {
     "num_hidden_layers": 4,
     "sliding_window_pattern": 3,
@@ -67,6 +74,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, windows on upper layers": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
     "qwen3, biases": ("qwen3", {"attention_bias": True}),
+    "gemma": ("gemma", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "gemma 2": ("gemma2", GEMMA2),
+    "gemma 2, without caps": ("gemma2", GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma 3": ("gemma3_text", GEMMA3),
     "gemma 3, stretched": ("gemma3_text", GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     "gemma 3, wide heads and its own head": ("gemma3_text", GEMMA3 | {"head_dim": 256, "tie_word_embeddings": False}),
