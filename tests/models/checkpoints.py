@@ -40,6 +40,15 @@ GEMMA3: dict[str, Any] = {
     "query_pre_attn_scalar": 40,
     "tie_word_embeddings": True,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
+}
+PHI3: dict[str, Any] = {"hidden_size": 64, "original_max_position_embeddings": 32, "pad_token_id": 0, "rope_scaling": LONGROPE}
+GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 4.0, "pad_token_id": 0}
+SMOLLM3: dict[str, Any] = {"num_hidden_layers": 5, "pad_token_id": 0}
+OLMO3: dict[str, Any] = {"num_hidden_layers": 5, "sliding_window": 17, "pad_token_id": 0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, one KV head": ("llama", {"num_key_value_heads": 1}),
@@ -77,6 +86,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "gemma 2": ("gemma2", GEMMA2),
     "gemma 2, without caps": ("gemma2", GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "phi 3": ("phi3", PHI3 | {"rope_scaling": None}),
+    "phi 3, window": ("phi3", PHI3 | {"rope_scaling": None, "sliding_window": 17}),
+    "phi 3, longrope": ("phi3", PHI3),
+    "phi 3, longrope of a part of each head": (
+        "phi3",
+        PHI3
+        | {
+            "partial_rotary_factor": 0.5,
+            "rope_scaling": {name: value if name == "rope_type" else value[:4] for name, value in LONGROPE.items()},
+        },
+    ),
+    "smollm3": ("smollm3", SMOLLM3),
+    "smollm3, windows without rotation": (
+        "smollm3",
+        SMOLLM3 | {"use_sliding_window": True, "sliding_window": 9, "no_rope_layer_interval": 2},
+    ),
+    "granite": ("granite", GRANITE),
+    "granite, biases": ("granite", GRANITE | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "olmo 2": ("olmo2", {"pad_token_id": 0}),
+    "olmo 2, biases": ("olmo2", {"pad_token_id": 0, "attention_bias": True}),
+    "olmo 3": ("olmo3", OLMO3),
+    "olmo 3, stretched": (
+        "olmo3",
+        OLMO3 | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 1.1}},
+    ),
     "gemma 3": ("gemma3_text", GEMMA3),
     "gemma 3, stretched": ("gemma3_text", GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     "gemma 3, wide heads and its own head": ("gemma3_text", GEMMA3 | {"head_dim": 256, "tie_word_embeddings": False}),

@@ -13,7 +13,7 @@ from octavo import LLM, SamplingParams
 from tests.models.checkpoints import CASES, ids, make
 from tests.oracle import logits, make_runner, reference_logits
 
-NAMES = ["gemma 2", "gemma 3"]
+NAMES = ["phi 3, longrope", "smollm3", "granite", "olmo 2", "olmo 3", "gemma", "gemma 2", "gemma 3"]
 TIGHT: dict[str, Any] = {"block_size": 4, "max_blocks": 30, "prefill_chunk_size": 16, "max_batch_size": 6}
 PROMPTS = [ids(32)[: 20 + length] + ids(40 + length)[:length] for length in (1, 3, 9, 2, 12, 5)]
 """Their first twenty tokens are alike."""
@@ -57,6 +57,16 @@ def test_in_every_form_a_row_never_depends_on_its_neighbours(name: str, settings
         alone = [answers(llm, [prompt])[0] for prompt in PROMPTS]
     with LLM(tmp_path, **settings, check_invariants=True, **TIGHT) as llm:
         assert answers(llm, PROMPTS) == alone
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_is_as_near_to_float32_as_in_transformers(name: str, tmp_path: Path) -> None:
+    model = make(tmp_path, *CASES[name])
+    exact = reference_logits(model, ids(100))
+    theirs = (reference_logits(model.bfloat16(), ids(100)) - exact).norm() / exact.norm()
+    found = (logits(make_runner(tmp_path, dtype="bfloat16"), ids(100)) - exact).norm() / exact.norm()
+    print(f"{name}: off by {found:.2%}, transformers by {theirs:.2%}")
+    assert found < 1.1 * theirs
 
 
 @pytest.mark.parametrize("name", NAMES)

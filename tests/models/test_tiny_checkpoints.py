@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from octavo.errors import CheckpointError
-from tests.models.checkpoints import CASES, GEMMA3, LLAMA3, ids, make
+from tests.models.checkpoints import CASES, GEMMA3, LLAMA3, LONGROPE, PHI3, ids, make
 from tests.oracle import logits, make_runner, reference_logits
 
 
@@ -73,7 +73,16 @@ def test_a_tied_head_is_the_embedding_whether_or_not_the_file_repeats_it(stored:
         ({"model_type": "gemma3_text", "layer_types": ["linear_attention"] * 3}, r"layer_types: 'linear_attention' is not supported"),
         ({"model_type": "gemma3_text", "layer_types": ["full_attention"]}, r"layer_types: .*; allowed: a list of 3 names"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, r"use_bidirectional_attention: True is not supported"),
-        ({"hidden_act": "gelu"}, r"hidden_act: 'gelu' is not supported"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, r"no_rope_layers: \[1, 0\]; allowed: 3 times 0 or 1"),
+        ({"model_type": "phi3", "rope_parameters": LONGROPE | {"long_factor": [1.0]}}, r"long_factor has 1 numbers; 8 are needed"),
+        (
+            {"model_type": "phi3", "rope_parameters": LONGROPE | {"short_factor": [-1.0]}},
+            r"short_factor: .*; allowed: a list of numbers above 0",
+        ),
+        ({"model_type": "phi3", "rope_parameters": {"type": "su"}}, r"type 'longrope' needs short_factor, long_factor"),
+        ({"model_type": "phi3"}, r"needs the tensor model.layers.0.self_attn.qkv_proj.weight, which is not there"),
+        ({"model_type": "granite", "logits_scaling": 0}, r"logits_scaling: 0; allowed: a number above 0"),
+        ({"hidden_act": "gelu"}, r"hidden_act: 'gelu' is not supported; supported: silu, swish, gelu_pytorch_tanh"),
         ({"hidden_size": None}, r"lacks hidden_size"),
         ({"num_key_value_heads": 3}, r"num_attention_heads: 4 is no multiple of num_key_value_heads: 3"),
         ({"intermediate_size": 81}, r"mlp.gate_proj.weight \[80, 48\], .*; the configuration says \[162, 48\]"),
@@ -105,6 +114,14 @@ def test_gemma_3_under_the_older_keys_and_defaults(tmp_path: Path) -> None:
 def test_a_stretched_context_is_the_one_that_gemmas_configuration_names(tmp_path: Path) -> None:
     make(tmp_path, "gemma3_text", GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
     assert make_runner(tmp_path).capacity.longest == 128
+
+
+def test_the_longest_a_sequence_may_become_chooses_the_stretch(tmp_path: Path) -> None:
+    """transformers goes by the length at hand; both mean the same up to the original context, and beyond it."""
+    model = make(tmp_path, "phi3", PHI3)
+    short = logits(make_runner(tmp_path, max_model_len=32), ids(30))
+    assert (short - reference_logits(model, ids(30))).abs().max() < 2e-4
+    assert (short - logits(make_runner(tmp_path), ids(30))).abs().max() > 0.1
 
 
 def test_divisors_in_the_checkpoint_stretch_the_rotation_as_the_configuration_would(tmp_path: Path) -> None:
