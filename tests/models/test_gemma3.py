@@ -83,6 +83,23 @@ def test_a_gguf_and_a_folder_of_the_same_weights_agree(tmp_path: Path) -> None:
     assert (found - reference_logits(model, ids(100))).abs().max() < 2e-4
 
 
+def test_the_text_model_of_a_model_that_sees_images(tmp_path: Path) -> None:
+    text = make(tmp_path / "text", "gemma3_text", GEMMA3)
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = transformers.Gemma3Config(text_config=text.config.to_dict(), vision_config=vision, mm_tokens_per_image=4)
+    whole = transformers.Gemma3ForConditionalGeneration(config).float().eval()
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.save_pretrained(tmp_path / "whole")
+    assert torch.equal(logits(make_runner(tmp_path / "whole"), ids(100)), logits(make_runner(tmp_path / "text"), ids(100)))
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_0", "Q4_0"])
 def test_a_quantized_gguf_is_transformers_on_the_same_numbers(kind: str, tmp_path: Path) -> None:
     model = make(tmp_path, "gemma3_text", PLAIN)
