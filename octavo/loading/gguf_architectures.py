@@ -20,11 +20,12 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-SANDWICHED_NAMES = LAYER_NAMES | {
-    "ffn_norm": "pre_feedforward_layernorm",
+FOLLOWED_NAMES = {name: hf for name, hf in LAYER_NAMES.items() if name not in ("attn_norm", "ffn_norm")} | {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+"""Of layers whose norms come after attention and feed-forward."""
+SANDWICHED_NAMES = FOLLOWED_NAMES | {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +44,36 @@ class Architecture:
     norm_offset: float = 0.0
 
 
-def _implied_by_gemma3(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The largest, of 62 layers, scales scores by the width of the model that each head stands for."""
-    by_width = config["num_hidden_layers"] == 62
-    scalar = config["hidden_size"] // config["num_attention_heads"] if by_width else config["head_dim"]
-    return {"hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar}
+GELU = {"hidden_act": "gelu_pytorch_tanh"}
+
+
+def _gemma(largest: int) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """The largest, of so many layers, scales scores by the width of the model that each head stands for."""
+
+    def implied(config: Mapping[str, Any]) -> Mapping[str, Any]:
+        by_width = config["num_hidden_layers"] == largest
+        scalar = config["hidden_size"] // config["num_attention_heads"] if by_width else config["head_dim"]
+        return {**GELU, "query_pre_attn_scalar": scalar}
+
+    return implied
 
 
 ARCHITECTURES = {
     "llama": Architecture(model_type="llama", interleaved=True),
     "qwen2": Architecture(model_type="qwen2"),
     "qwen3": Architecture(model_type="qwen3"),
+    "gemma": Architecture(model_type="gemma", implied=lambda config: GELU, norm_offset=1.0),
+    "gemma2": Architecture(
+        model_type="gemma2",
+        layer_names=SANDWICHED_NAMES,
+        keys={
+            "sliding_window": ("attention.sliding_window", int),
+            "attn_logit_softcapping": ("attn_logit_softcapping", float),
+            "final_logit_softcapping": ("final_logit_softcapping", float),
+        },
+        implied=_gemma(largest=46),
+        norm_offset=1.0,
+    ),
     "gemma3": Architecture(
         model_type="gemma3_text",
         layer_names=SANDWICHED_NAMES,
@@ -62,7 +82,25 @@ ARCHITECTURES = {
             "sliding_window_pattern": ("attention.sliding_window_pattern", int),
             "rope_local_base_freq": ("rope.freq_base_swa", float),
         },
-        implied=_implied_by_gemma3,
+        implied=_gemma(largest=62),
         norm_offset=1.0,
     ),
+    "granite": Architecture(
+        model_type="granite",
+        keys={
+            "embedding_multiplier": ("embedding_scale", float),
+            "attention_multiplier": ("attention.scale", float),
+            "residual_multiplier": ("residual_scale", float),
+            "logits_scaling": ("logit_scale", float),
+        },
+        interleaved=True,
+    ),
+    # OLMo 3 goes by the same name, with a window.
+    "olmo2": Architecture(
+        model_type="olmo2",
+        layer_names=FOLLOWED_NAMES,
+        keys={"sliding_window": ("attention.sliding_window", int)},
+        implied=lambda config: {"model_type": "olmo3"} if "sliding_window" in config else {},
+    ),
+    "smollm3": Architecture(model_type="smollm3", interleaved=True),
 }

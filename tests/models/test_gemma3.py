@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,55 +14,8 @@ import transformers
 from octavo import LLM, SamplingParams
 from octavo.text.tokenizer import Tokenizer
 from tests.models.checkpoints import GEMMA3, ids, make
+from tests.models.gguf_files import stored_name, write_gguf
 from tests.oracle import logits, make_runner, reference_logits
-
-STORED = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def stored_name(name: str) -> str:
-    if name.startswith("model.layers."):
-        _, _, layer, rest = name.split(".", 3)
-        return f"blk.{layer}.{STORED[rest.removesuffix('.weight')]}.weight"
-    return {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}[name]
-
-
-def write_gguf(path: Path, model: Any, kind: gguf.GGMLQuantizationType) -> None:
-    """As llama.cpp's converter does: the pattern of layers and the local base are left out, norms hold one more."""
-    config, writer = model.config, gguf.GGUFWriter(path, "gemma3")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(1e6)
-    writer.add_sliding_window(config.sliding_window)
-    for name, tensor in model.state_dict().items():
-        if name != "lm_head.weight":
-            values = (tensor + 1 if name.endswith("norm.weight") else tensor).numpy()
-            stored = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
-            writer.add_tensor(stored_name(name), gguf.quants.quantize(values.astype(np.float32), stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
 
 PLAIN = GEMMA3 | {
     "hidden_size": 64,
@@ -77,7 +29,7 @@ PLAIN = GEMMA3 | {
 
 def test_a_gguf_and_a_folder_of_the_same_weights_agree(tmp_path: Path) -> None:
     model = make(tmp_path, "gemma3_text", PLAIN)
-    write_gguf(tmp_path / "model.gguf", model, gguf.GGMLQuantizationType.F32)
+    write_gguf(tmp_path / "model.gguf", model, "gemma3")
     found = logits(make_runner(tmp_path / "model.gguf"), ids(100))
     assert (found - logits(make_runner(tmp_path), ids(100))).abs().max() < 1e-5
     assert (found - reference_logits(model, ids(100))).abs().max() < 2e-4
@@ -104,7 +56,7 @@ def test_the_text_model_of_a_model_that_sees_images(tmp_path: Path) -> None:
 def test_a_quantized_gguf_is_transformers_on_the_same_numbers(kind: str, tmp_path: Path) -> None:
     model = make(tmp_path, "gemma3_text", PLAIN)
     stored = gguf.GGMLQuantizationType[kind]
-    write_gguf(tmp_path / "model.gguf", model, stored)
+    write_gguf(tmp_path / "model.gguf", model, "gemma3", kind=stored)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
@@ -133,7 +85,7 @@ def oracle(gemma3_gguf: Path) -> Any:
     model = transformers.Gemma3ForCausalLM(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            values = torch.tensor(stored[stored_name(name)]).view_as(parameter)
+            values = torch.tensor(stored[stored_name(name, "gemma3")]).view_as(parameter)
             parameter.copy_(values - 1 if name.endswith("norm.weight") else values)
     return model
 
