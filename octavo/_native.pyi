@@ -81,8 +81,11 @@ class Backend:
         region: int,
         layer: int,
         scale: float,
+        softcap: float,
         /,
-    ) -> None: ...
+    ) -> None:
+        """softcap: 0 for none."""
+
     def rms_norm(
         self,
         x: int,
@@ -92,18 +95,27 @@ class Backend:
         out: int,
         total: int,
         bfloat16: bool,
+        weight_bfloat16: bool,
         tokens: int,
         heads: int,
         size: int,
         eps: float,
+        multiplier: float,
         /,
-    ) -> None: ...
-    def silu_and_mul(self, gate_up: int, stride: int, out: int, bfloat16: bool, tokens: int, size: int, /) -> None: ...
+    ) -> None:
+        """weight, out: 0 where the sum alone is wanted."""
+
+    def activate_and_mul(self, gate_up: int, stride: int, out: int, bfloat16: bool, activation: int, tokens: int, size: int, /) -> None:
+        """activation: 0 SiLU, 1 GELU by tanh."""
+
     def linear(
         self, matrix: Matrix, x: int, x_stride: int, x_bfloat16: bool, rows: int, bias: int, out: int, out_bfloat16: bool, /
     ) -> None: ...
-    def embedding(self, matrix: Matrix, ids: int, tokens: int, out: int, out_bfloat16: bool, /) -> None:
+    def embedding(self, matrix: Matrix, ids: int, tokens: int, out: int, out_bfloat16: bool, scale: float, /) -> None:
         """Raises IndexError for an id that the matrix does not have."""
+
+    def softcap(self, x: int, stride: int, rows: int, size: int, cap: float, /) -> None:
+        """In place."""
 
     def mask(self, x: int, stride: int, size: int, rows: int, bits: int, words: int, count: int, /) -> None: ...
     def argmax(self, x: int, stride: int, rows: int, size: int, peaks: int, places: int, /) -> None: ...

@@ -16,6 +16,14 @@ def smollm2_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
+def gemma3_gguf() -> Path:
+    """Gemma 3 270M's GGUF, fetched where it is not in the cache."""
+    from octavo.loading.hub import resolve
+
+    return resolve("gemma3-270m")
+
+
+@pytest.fixture(scope="session")
 def data() -> Path:
     """Real workloads, which lie beside the project and are not part of it."""
     folder = Path(__file__).resolve().parents[2] / "shared" / "data"

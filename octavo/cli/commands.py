@@ -64,6 +64,8 @@ def pull(model: ModelArgument, revision: RevisionOption = None) -> None:
     """Fetch a model's weights, check them, and print where they are."""
     from octavo.loading import hub, open_checkpoint
 
+    if alias := hub.ALIASES.get(model):
+        print(f"{alias.about}; licence: {alias.licence}", file=sys.stderr)
     path = hub.pull(model, revision)
     if model not in hub.ALIASES:  # those are checked by their sum
         open_checkpoint(path).close()

@@ -282,6 +282,11 @@ private:
                 store(scores + column, sum * load(tile.key_scales[column / PANEL] + column % PANEL));
             }
         }
+        if (call.softcap > 0) {
+            const Floats worth = broadcast(scale / call.softcap), cap = broadcast(call.softcap);
+            for (int column = first; column < end; column += LANES) store(scores + column, tangent(load(scores + column) * worth) * cap);
+            scale = 1;
+        }
         weigh<T>(scores, first, end, from, to, scale, state, padded, weights);
         if constexpr (IS_INT8<T>) scratch.weight_scales[query] = weigh_bytes(scores, tile.value_scales, first, end, weights);
     }

@@ -80,7 +80,7 @@ void AttentionPlan::run(const Kernels& kernels, const LayerPointers& layer) cons
         layer.query,           layer.key,      layer.value,     layer.out,  layer.type, layer.query_stride,
         layer.key_stride,      layer.value_stride, layer.cos,   layer.sin,  layer.half, keys,
         keys + half,           geometry.type,  geometry.num_layers * 2 * half, geometry.head_bytes,
-        geometry.num_kv_heads, geometry.group, geometry.dim,    block_shift, layer.scale, window,
+        geometry.num_kv_heads, geometry.group, geometry.dim,    block_shift, layer.scale, layer.softcap, window,
     };
     const size_t scratch_floats = kernels.scratch_floats(call, most_queries);
     static thread_local Buffer workspace_buffer;

@@ -24,7 +24,7 @@ struct LayerPointers {
     Element type;
     int64_t query_stride, key_stride, value_stride, layer;
     int half;
-    float scale;
+    float scale, softcap;
 };
 
 class AttentionPlan {

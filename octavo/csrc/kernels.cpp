@@ -15,8 +15,25 @@ static size_t state_floats(const AttentionCall& call) { return Scratch::state_fl
 
 extern const Kernels kernels;
 const Kernels kernels{
-    OCTAVO_NAME(OCTAVO_ISA), scratch_floats, state_floats, store_token, attend,         merge,   rms_norm,      silu_and_mul, mask, argmax,
-    look_bytes,              sample,         score,        prepared_bytes, prepare, product_bytes, multiply, embed,
+    OCTAVO_NAME(OCTAVO_ISA),
+    scratch_floats,
+    state_floats,
+    store_token,
+    attend,
+    merge,
+    rms_norm,
+    activate_and_mul,
+    softcap,
+    mask,
+    argmax,
+    look_bytes,
+    sample,
+    score,
+    prepared_bytes,
+    prepare,
+    product_bytes,
+    multiply,
+    embed,
 };
 
 }  // namespace octavo::OCTAVO_ISA

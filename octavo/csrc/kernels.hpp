@@ -8,6 +8,8 @@ namespace octavo {
 
 enum class Element : int { float32 = 0, bfloat16 = 1, int8 = 2 };
 
+enum class Activation : int { silu = 0, gelu_tanh = 1 };
+
 struct Bfloat16 {
     uint16_t bits;
 };
@@ -32,6 +34,7 @@ constexpr int MAX_DIM = 256;
 // One layer's attention. Strides are in elements.
 // query, key, value: [tokens, heads, dim], each token's heads contiguous. out: contiguous, of the query's type.
 // cos, sin: [tokens, half], for the first 2 * half features of query and key.
+// softcap: scores are brought within it by its tanh; 0 for none.
 // keys, values: this layer's part of block 0, [num_kv_heads, head_bytes]; a block holds 2 ** block_shift positions. See cache.hpp.
 struct AttentionCall {
     const void* query;
@@ -48,7 +51,7 @@ struct AttentionCall {
     Element region_type;
     int64_t block_bytes, head_bytes;
     int num_kv_heads, group, dim, block_shift;
-    float scale;
+    float scale, softcap;
     int64_t window;
 };
 
@@ -61,16 +64,17 @@ struct Piece {
 };
 
 // [tokens, heads, size] with a stride between tokens; weight [size]; out, and sum where there is a residual, are contiguous.
+// multiplier: of x, before the residual is added. weight_type: of x, or float32. Without a weight there is the sum alone.
 struct NormCall {
     const void* x;
     const void* residual;
     const void* weight;
     void* out;
     void* sum;
-    Element type;
+    Element type, weight_type;
     int64_t x_stride;
     int heads, size;
-    float eps;
+    float eps, multiplier;
 };
 
 // gate_up [tokens, 2 * size] with a stride between tokens -> out [tokens, size].
@@ -78,8 +82,16 @@ struct GateCall {
     const void* gate_up;
     void* out;
     Element type;
+    Activation activation;
     int64_t stride;
     int size;
+};
+
+// x [rows, size] with a stride between rows -> cap * tanh(x / cap), in place.
+struct CapCall {
+    float* x;
+    int64_t stride, size;
+    float cap;
 };
 
 // x [rows, inputs] and out [rows, outputs], rows apart by strides in elements; bias [outputs] or null.
@@ -144,7 +156,7 @@ struct ScoreCall {
     int64_t* ranks;
 };
 
-// ids [tokens] -> out [tokens, inputs].
+// ids [tokens] -> out [tokens, inputs], times scale.
 struct EmbeddingCall {
     const Matrix* matrix;
     const int64_t* ids;
@@ -152,6 +164,7 @@ struct EmbeddingCall {
     void* out;
     Element out_type;
     int64_t out_stride;
+    float scale;
 };
 
 struct Kernels {
@@ -162,7 +175,8 @@ struct Kernels {
     void (*attend)(const AttentionCall&, const Piece&, const Piece* following, float* scratch, float* workspace);
     void (*merge)(const AttentionCall&, const Piece&, float* scratch, const float* workspace);
     void (*rms_norm)(const NormCall&, int64_t token);
-    void (*silu_and_mul)(const GateCall&, int64_t token);
+    void (*activate_and_mul)(const GateCall&, int64_t token);
+    void (*softcap)(const CapCall&, int64_t row);
     void (*mask)(const MaskCall&, int64_t row);
     void (*argmax)(const ArgmaxCall&, int64_t row);
     // Bytes of scratch for one call of sample or score.

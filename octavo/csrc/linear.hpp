@@ -345,7 +345,7 @@ static float widened(Float16 x) {
 }
 
 template <class T>
-static void embed_row(const Matrix& matrix, int64_t id, T* out) {
+static void embed_row(const Matrix& matrix, int64_t id, float by, T* out) {
     const int64_t panel = id / PANEL, lane = id % PANEL, size = matrix.inputs();
     const uint8_t* words = matrix.words(panel) + lane * WORD;
     if (!matrix.is_grouped()) {
@@ -355,11 +355,11 @@ static void embed_row(const Matrix& matrix, int64_t id, T* out) {
             if (element == 4) {
                 float value;
                 memcpy(&value, from, sizeof value);
-                narrow(value, out[k]);
+                narrow(value * by, out[k]);
             } else {
                 Bfloat16 value;
                 memcpy(&value, from, sizeof value);
-                narrow(widen(value), out[k]);
+                narrow(widen(value) * by, out[k]);
             }
         }
         return;
@@ -369,15 +369,15 @@ static void embed_row(const Matrix& matrix, int64_t id, T* out) {
         const int64_t group = k / GROUP, place = k % GROUP, at = nibbles ? group * 4 * WORD + place % (GROUP / 2) : k;
         const int packed = words[at / WORD * STEP + at % WORD], code = nibbles ? packed >> place / (GROUP / 2) * 4 & 15 : packed;
         const float scale = widened(matrix.scales(panel)[group * PANEL + lane]);
-        if (matrix.has_minimums()) narrow(float(code) * scale + widened(matrix.minimums(panel)[group * PANEL + lane]), out[k]);
-        else narrow(float(code - matrix.zero()) * scale, out[k]);
+        if (matrix.has_minimums()) narrow((float(code) * scale + widened(matrix.minimums(panel)[group * PANEL + lane])) * by, out[k]);
+        else narrow(float(code - matrix.zero()) * scale * by, out[k]);
     }
 }
 
 static void embed(const EmbeddingCall& call, int64_t token) {
     const int64_t at = token * call.out_stride;
-    if (call.out_type == Element::float32) embed_row(*call.matrix, call.ids[token], static_cast<float*>(call.out) + at);
-    else embed_row(*call.matrix, call.ids[token], static_cast<Bfloat16*>(call.out) + at);
+    if (call.out_type == Element::float32) embed_row(*call.matrix, call.ids[token], call.scale, static_cast<float*>(call.out) + at);
+    else embed_row(*call.matrix, call.ids[token], call.scale, static_cast<Bfloat16*>(call.out) + at);
 }
 
 }  // namespace octavo::OCTAVO_ISA

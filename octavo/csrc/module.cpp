@@ -83,9 +83,9 @@ public:
 
     void paged_attention(const AttentionPlan& plan, uintptr_t query, int64_t query_stride, uintptr_t key, int64_t key_stride,
                          uintptr_t value, int64_t value_stride, uintptr_t cos, uintptr_t sin, int half, uintptr_t out, bool bfloat16,
-                         uintptr_t region, int64_t layer, float scale) {
+                         uintptr_t region, int64_t layer, float scale, float softcap) {
         const LayerPointers pointers{at<void>(query), at<void>(key), at<void>(value), at<float>(cos), at<float>(sin), at<void>(out), at<void>(region),
-                                     element(bfloat16), query_stride, key_stride, value_stride, layer, half, scale};
+                                     element(bfloat16), query_stride, key_stride, value_stride, layer, half, scale, softcap};
         plan.run(*kernels, pointers);
         if (!recording) return;
         const size_t place = recording->place_of(plan);
@@ -93,15 +93,15 @@ public:
     }
 
     void rms_norm(uintptr_t x, int64_t x_stride, uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t sum, bool bfloat16,
-                  int64_t tokens, int heads, int size, float eps) {
-        const NormCall call{at<void>(x), at<void>(residual), at<void>(weight), at<void>(out), at<void>(sum), element(bfloat16), x_stride,
-                            heads, size, eps};
+                  bool weight_bfloat16, int64_t tokens, int heads, int size, float eps, float multiplier) {
+        const NormCall call{at<void>(x), at<void>(residual), at<void>(weight), at<void>(out), at<void>(sum), element(bfloat16),
+                            element(weight_bfloat16), x_stride, heads, size, eps, multiplier};
         perform([=, kernels = kernels] { by_token(kernels->rms_norm, call, tokens, int64_t(heads) * size); });
     }
 
-    void silu_and_mul(uintptr_t gate_up, int64_t stride, uintptr_t out, bool bfloat16, int64_t tokens, int size) {
-        const GateCall call{at<void>(gate_up), at<void>(out), element(bfloat16), stride, size};
-        perform([=, kernels = kernels] { by_token(kernels->silu_and_mul, call, tokens, size); });
+    void activate_and_mul(uintptr_t gate_up, int64_t stride, uintptr_t out, bool bfloat16, int activation, int64_t tokens, int size) {
+        const GateCall call{at<void>(gate_up), at<void>(out), element(bfloat16), Activation(activation), stride, size};
+        perform([=, kernels = kernels] { by_token(kernels->activate_and_mul, call, tokens, size); });
     }
 
     void linear(const Matrix& matrix, uintptr_t x, int64_t x_stride, bool x_bfloat16, int64_t rows, uintptr_t bias, uintptr_t out,
@@ -111,9 +111,14 @@ public:
         perform([=, kernels = kernels] { octavo::linear(*kernels, call); });
     }
 
-    void embedding(const Matrix& matrix, uintptr_t ids, int64_t tokens, uintptr_t out, bool out_bfloat16) {
-        const EmbeddingCall call{&matrix, at<int64_t>(ids), tokens, at<void>(out), element(out_bfloat16), matrix.inputs()};
+    void embedding(const Matrix& matrix, uintptr_t ids, int64_t tokens, uintptr_t out, bool out_bfloat16, float scale) {
+        const EmbeddingCall call{&matrix, at<int64_t>(ids), tokens, at<void>(out), element(out_bfloat16), matrix.inputs(), scale};
         perform([=, kernels = kernels] { octavo::embedding(*kernels, call); });
+    }
+
+    void softcap(uintptr_t x, int64_t stride, int64_t rows, int64_t size, float cap) {
+        const CapCall call{at<float>(x), stride, size, cap};
+        perform([=, kernels = kernels] { by_token(kernels->softcap, call, rows, size); });
     }
 
     void mask(uintptr_t x, int64_t stride, int size, uintptr_t rows, uintptr_t bits, int64_t words, int64_t count) const {
@@ -207,9 +212,10 @@ NB_MODULE(_native, m) {
         .def("record", &Backend::record, "into"_a.none(), nb::keep_alive<1, 2>())
         .def("paged_attention", &Backend::paged_attention, nb::call_guard<nb::gil_scoped_release>())
         .def("rms_norm", &Backend::rms_norm, nb::call_guard<nb::gil_scoped_release>())
-        .def("silu_and_mul", &Backend::silu_and_mul, nb::call_guard<nb::gil_scoped_release>())
+        .def("activate_and_mul", &Backend::activate_and_mul, nb::call_guard<nb::gil_scoped_release>())
         .def("linear", &Backend::linear, nb::call_guard<nb::gil_scoped_release>())
         .def("embedding", &Backend::embedding, nb::call_guard<nb::gil_scoped_release>())
+        .def("softcap", &Backend::softcap, nb::call_guard<nb::gil_scoped_release>())
         .def("mask", &Backend::mask, nb::call_guard<nb::gil_scoped_release>())
         .def("argmax", &Backend::argmax, nb::call_guard<nb::gil_scoped_release>())
         .def("sample", &Backend::sample, nb::call_guard<nb::gil_scoped_release>())

@@ -5,49 +5,71 @@
 
 namespace octavo::OCTAVO_ISA {
 
-template <class T>
-static void rms_norm_row(const T* x, const T* residual, const T* weight, T* out, T* sum, int size, float eps) {
+// What is normalised takes the weight's type before it is multiplied with it.
+template <class T, class W>
+static void rms_norm_row(const T* x, const T* residual, const W* weight, T* out, T* sum, int size, float eps, float multiplier) {
     Floats squares = {};
     in_vectors(size, [&](int i, int count) {
         Floats wide = load_some(x + i, count);
         if (residual) {
-            wide = rounded<T>(wide + load_some(residual + i, count));
+            wide = rounded<T>(rounded<T>(wide * broadcast(multiplier)) + load_some(residual + i, count));
             store_some(sum + i, wide, count);
         }
         squares = fused(wide, wide, squares);
     });
+    if (!weight) return;
     float scale = 1.0f / __builtin_sqrtf(total(squares) / float(size) + eps);
     const T* summed = residual ? sum : x;
     in_vectors(size, [&](int i, int count) {
-        Floats normal = rounded<T>(load_some(summed + i, count) * broadcast(scale));
+        Floats normal = rounded<W>(load_some(summed + i, count) * broadcast(scale));
         store_some(out + i, normal * load_some(weight + i, count), count);
     });
 }
 
-template <class T>
+template <class T, class W>
 static void rms_norm_token(const NormCall& call, int64_t token) {
     int64_t at = token * call.heads * call.size;
     const T* x = static_cast<const T*>(call.x) + token * call.x_stride;
     const T* residual = call.residual ? static_cast<const T*>(call.residual) + at : nullptr;
     T* sum = call.residual ? static_cast<T*>(call.sum) + at : nullptr;
     T* out = static_cast<T*>(call.out) + at;
-    const T* weight = static_cast<const T*>(call.weight);
+    const W* weight = static_cast<const W*>(call.weight);
     for (int64_t head = 0; head < call.heads; head++) {
         int64_t skip = head * call.size;
-        rms_norm_row(x + skip, residual ? residual + skip : nullptr, weight, out + skip, residual ? sum + skip : nullptr, call.size, call.eps);
+        rms_norm_row(x + skip, residual ? residual + skip : nullptr, weight, out + skip, residual ? sum + skip : nullptr, call.size, call.eps,
+                     call.multiplier);
     }
 }
 
-template <class T>
-static void silu_and_mul_token(const GateCall& call, int64_t token) {
+// x / (1 + e^-y).
+OCTAVO_INLINE Floats times_logistic(Floats x, Floats y) {
+    Floats one = broadcast(1.0f);
+    Floats small = exponential(y > Floats{} ? -y : y);
+    return (y < Floats{} ? x * small : x) / (one + small);
+}
+
+template <Activation ACTIVATION>
+OCTAVO_INLINE Floats activated(Floats x) {
+    if constexpr (ACTIVATION == Activation::silu) return times_logistic(x, x);
+    // Half of 1 + tanh(z) is the logistic function of 2z; z = sqrt(2 / pi) * (x + 0.044715 x^3).
+    return times_logistic(x, x * fused(x * x, broadcast(0.0713548163f), broadcast(1.59576912f)));
+}
+
+template <class T, Activation ACTIVATION>
+static void activate_and_mul_token(const GateCall& call, int64_t token) {
     const T* gate = static_cast<const T*>(call.gate_up) + token * call.stride;
     const T* up = gate + call.size;
     T* out = static_cast<T*>(call.out) + token * call.size;
     in_vectors(call.size, [&](int i, int count) {
-        Floats x = load_some(gate + i, count), one = broadcast(1.0f);
-        Floats small = exponential(x > Floats{} ? -x : x);
-        Floats silu = (x < Floats{} ? x * small : x) / (one + small);
-        store_some(out + i, rounded<T>(silu) * load_some(up + i, count), count);
+        Floats x = activated<ACTIVATION>(load_some(gate + i, count));
+        store_some(out + i, rounded<T>(x) * load_some(up + i, count), count);
+    });
+}
+
+static void softcap(const CapCall& call, int64_t row) {
+    float* x = call.x + row * call.stride;
+    in_vectors(int(call.size), [&](int i, int count) {
+        store_some(x + i, tangent(load_some(x + i, count) / broadcast(call.cap)) * broadcast(call.cap), count);
     });
 }
 
@@ -90,11 +112,21 @@ static void mask(const MaskCall& call, int64_t at) {
 }
 
 static void rms_norm(const NormCall& call, int64_t token) {
-    call.type == Element::float32 ? rms_norm_token<float>(call, token) : rms_norm_token<Bfloat16>(call, token);
+    if (call.type == Element::float32) return rms_norm_token<float, float>(call, token);
+    if (call.weight_type == Element::float32) return rms_norm_token<Bfloat16, float>(call, token);
+    rms_norm_token<Bfloat16, Bfloat16>(call, token);
 }
 
-static void silu_and_mul(const GateCall& call, int64_t token) {
-    call.type == Element::float32 ? silu_and_mul_token<float>(call, token) : silu_and_mul_token<Bfloat16>(call, token);
+template <Activation ACTIVATION>
+static void activate_and_mul_as(const GateCall& call, int64_t token) {
+    call.type == Element::float32 ? activate_and_mul_token<float, ACTIVATION>(call, token) : activate_and_mul_token<Bfloat16, ACTIVATION>(call, token);
+}
+
+static void activate_and_mul(const GateCall& call, int64_t token) {
+    switch (call.activation) {
+        case Activation::silu: return activate_and_mul_as<Activation::silu>(call, token);
+        case Activation::gelu_tanh: return activate_and_mul_as<Activation::gelu_tanh>(call, token);
+    }
 }
 
 }  // namespace octavo::OCTAVO_ISA

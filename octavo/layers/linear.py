@@ -30,23 +30,41 @@ class Linear:
 
 
 class Embedding:
-    """Token ids to vectors."""
+    """Token ids to vectors, times scale, which is rounded to the dtype of activations first: so models that have one were trained."""
 
-    def __init__(self, ops: Ops, weights: Weights, name: str, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, ops: Ops, weights: Weights, name: str, vocab_size: int, hidden_size: int, scale: float = 1.0) -> None:
         self._ops = ops
         self._dtype = weights.dtype
+        self._scale = torch.tensor(scale, dtype=weights.dtype).item()
         self.matrix = weights.matrix([f"{name}.weight"], vocab_size, hidden_size, OUTER_BITS)
 
     def __call__(self, ids: Tensor) -> Tensor:
-        return self._ops.embedding(ids, self.matrix, self._dtype)
+        return self._ops.embedding(ids, self.matrix, self._dtype, self._scale)
 
 
 class OutputHead:
-    """Hidden states to logits, in float32: rounded to bfloat16, likely tokens would tie. `tied` shares the embedding's matrix."""
+    """Hidden states to logits, in float32: rounded to bfloat16, likely tokens would tie. `tied` shares the embedding's matrix.
 
-    def __init__(self, ops: Ops, weights: Weights, name: str, vocab_size: int, hidden_size: int, tied: Embedding | None) -> None:
+    divisor: of logits. softcap: they are brought within it by its tanh.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        weights: Weights,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        tied: Embedding | None,
+        divisor: float = 1.0,
+        softcap: float | None = None,
+    ) -> None:
         self._ops = ops
+        self._divisor, self._softcap = divisor, softcap
         self.matrix = tied.matrix if tied else weights.matrix([f"{name}.weight"], vocab_size, hidden_size, OUTER_BITS)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._ops.linear(x, self.matrix, dtype=torch.float32)
+        logits = self._ops.linear(x, self.matrix, dtype=torch.float32)
+        if self._divisor != 1.0:
+            logits.div_(self._divisor)
+        return logits if self._softcap is None else self._ops.softcap(logits, self._softcap)

@@ -19,6 +19,8 @@ from octavo.loading.fields import Fields
 from octavo.ops.interface import Ops
 
 NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+LISTS = ("short_factor", "long_factor")
+OLDER_NAMES = {"su": "longrope"}
 
 
 @dataclass(frozen=True)
@@ -37,22 +39,30 @@ class RotaryConfig:
         read = Fields(config)
         given = read.section("rope_parameters" if config.get("rope_parameters") else "rope_scaling")
         rope_type = given.word("rope_type", None) or given.word("type", "default")
+        rope_type = OLDER_NAMES.get(rope_type, rope_type)
         if rope_type not in SCALINGS:
             raise CheckpointError(f"rope_scaling: type {rope_type!r} is not supported; supported: {', '.join(SCALINGS)}")
         trained = read.whole("max_position_embeddings", low=2, high=2**24)
-        scaling: dict[str, Any] = {"original_max_position_embeddings": given.whole("original_max_position_embeddings", None, low=2)}
+        original = given.whole("original_max_position_embeddings", None, low=2) or read.whole(
+            "original_max_position_embeddings", None, low=2
+        )
+        scaling: dict[str, Any] = {"original_max_position_embeddings": original}
         for name in NUMBERS:
             scaling[name] = given.number(name, None)
+        for name in LISTS:
+            scaling[name] = given.numbers(name, None)
         scaling["truncate"] = given.flag("truncate", True)
         missing = [name for name in SCALINGS[rope_type].needs if scaling[name] is None]
         if missing:
             raise CheckpointError(f"rope_scaling: type {rope_type!r} needs {', '.join(missing)}")
-        if scaling["original_max_position_embeddings"] is None and rope_type in ("llama3", "yarn"):
+        if scaling["original_max_position_embeddings"] is None and rope_type in ("llama3", "yarn", "longrope"):
             scaling["original_max_position_embeddings"] = trained
         factor = given.number("partial_rotary_factor", None) or read.number("partial_rotary_factor", 1.0)
         dim = int(head_dim * factor)
         if dim % 2 or not 0 < dim <= head_dim:
             raise CheckpointError(f"rotary embedding: {dim} rotated features of {head_dim}; an even number is needed")
+        if wrong := [name for name in LISTS if scaling[name] is not None and len(scaling[name]) != dim // 2]:
+            raise CheckpointError(f"rope_scaling: {wrong[0]} has {len(scaling[wrong[0]])} numbers; {dim // 2} are needed")
         theta = given.number("rope_theta", None) or read.number("rope_theta", 10000.0)
         return cls(dim, theta, rope_type, trained, scaling)
 
@@ -81,6 +91,14 @@ class RotaryEmbedding:
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = (self._ops.embedding(positions, table, torch.float32) for table in self._tables)
         return cos, sin
+
+
+class NoRotation:
+    """Rotates nothing, for layers in which positions do not enter."""
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = torch.empty(len(positions), 0, device=positions.device)
+        return angles, angles
 
 
 def _default(config: RotaryConfig, length: int) -> Tensor:
@@ -140,6 +158,24 @@ def _yarn_magnitude(config: RotaryConfig) -> float:
     return grow(1.0)
 
 
+def _longrope(config: RotaryConfig, length: int) -> Tensor:
+    """https://arxiv.org/abs/2402.13753: a stretch for each frequency, one list of them up to the original context and one beyond it.
+
+    Which list holds is settled once, by the longest that a sequence may become: else a token's rotation would change as its text grows.
+    """
+    is_long = length > config.scaling["original_max_position_embeddings"]
+    return _default(config, length) / torch.tensor(config.scaling["long_factor" if is_long else "short_factor"])
+
+
+def _longrope_magnitude(config: RotaryConfig) -> float:
+    scaling = config.scaling
+    original = scaling["original_max_position_embeddings"]
+    factor = scaling["factor"] or config.max_position_embeddings / original
+    if scaling["attention_factor"] is not None:
+        return float(scaling["attention_factor"])
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
 def _inverse_frequencies(theta: float, dim: int) -> Tensor:
     return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
 
@@ -159,4 +195,5 @@ SCALINGS = {
     "dynamic": _Scaling(_dynamic, ("factor",)),
     "llama3": _Scaling(_llama3, ("factor", "low_freq_factor", "high_freq_factor")),
     "yarn": _Scaling(_yarn, ("factor",), _yarn_magnitude),
+    "longrope": _Scaling(_longrope, LISTS, _longrope_magnitude),
 }

@@ -19,9 +19,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.is_dir():
         ggufs = sorted(path.glob("*.gguf"))
         if (path / "config.json").is_file():
+            from octavo.loading.composite import text_model
             from octavo.loading.safetensors import SafetensorsCheckpoint
 
-            return SafetensorsCheckpoint(path)
+            return text_model(SafetensorsCheckpoint(path))
         if len(ggufs) > 1:
             raise CheckpointError(f"{path}: holds several models, name one: {', '.join(file.name for file in ggufs)}")
         if not ggufs:

@@ -38,6 +38,15 @@ class Fields:
             raise self._fault(name, value, f"a number above {above:g}")
         return float(value)
 
+    def numbers(self, name: str, default: Any = REQUIRED) -> Any:
+        """A list of finite numbers above 0."""
+        value = self._get(name, default)
+        if value is default:
+            return value
+        if not isinstance(value, list) or not all(type(x) in (int, float) and 0 < x < 1e30 for x in value):
+            raise self._fault(name, value, "a list of numbers above 0")
+        return [float(x) for x in value]
+
     def flag(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
         if not isinstance(value, bool):

@@ -14,12 +14,11 @@ import torch
 
 from octavo.errors import CheckpointError
 from octavo.loading.checkpoint import Checkpoint
+from octavo.loading.gguf_architectures import ARCHITECTURES, LAYER_NAMES, OUTER_NAMES, Architecture
 from octavo.loading.gguf_blocks import PLAIN_DTYPES, RANGE_LENGTH, UNPACKED_LENGTH, dequantize, empty_groups, unpack
 from octavo.loading.gguf_header import Header, TensorInfo, read_header
 from octavo.quantization import Grouped
 from octavo.text.gguf_vocabulary import end_token_ids
-
-SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -33,12 +32,13 @@ class GGUFCheckpoint(Checkpoint):
         self.path = Path(path)
         header = read_header(path)
         self.metadata = header.metadata
-        architecture = header.metadata.get("general.architecture")
-        if architecture not in SUPPORTED_ARCHITECTURES:
-            raise CheckpointError(f"{path} holds a model of architecture {architecture!r}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
+        name = header.metadata.get("general.architecture")
+        if name not in ARCHITECTURES:
+            raise CheckpointError(f"{path} holds a model of architecture {name!r}; supported: {', '.join(ARCHITECTURES)}")
+        self._architecture = ARCHITECTURES[name]
         try:
-            self._tensors = {hf_name(tensor.name): tensor for tensor in header.tensors.values()}
-            self.config = _Configuration(header, architecture).as_hf()
+            self._tensors = {hf_name(tensor.name, self._architecture.layer_names): tensor for tensor in header.tensors.values()}
+            self.config = _Configuration(header, name).as_hf()
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from error
         ids = {"bos_token_id": self.config["bos_token_id"], "eos_token_id": end_token_ids(header.metadata) or None}
@@ -66,7 +66,8 @@ class GGUFCheckpoint(Checkpoint):
         step = max(1, RANGE_LENGTH // stored.columns)
         for at in range(0, len(rows), step):
             part = rows[at : at + step]
-            part.copy_(dequantize(stored.rows(start + at, start + at + len(part)), stored.kind))
+            values = dequantize(stored.rows(start + at, start + at + len(part)), stored.kind)
+            part.copy_(values - self._architecture.norm_offset if name.endswith("norm.weight") else values)
 
     def grouped(self, name: str) -> Grouped | None:
         tensor = self._tensor(name)
@@ -101,10 +102,10 @@ class GGUFCheckpoint(Checkpoint):
     def _row_order(self, name: str, rows: int) -> np.ndarray | None:
         """Which stored row is each row of the result; None where they are stored in order.
 
-        For `llama` alone, llama.cpp's converter interleaves the two halves of every query and key head, because its rotary
+        For some architectures llama.cpp's converter interleaves the two halves of every query and key head, because its rotary
         embedding turns adjacent pairs where HF's turns halves.
         """
-        if self.config["model_type"] != "llama" or not (match := re.search(r"\.self_attn\.([qk])_proj\.", name)):
+        if not self._architecture.interleaved or not (match := re.search(r"\.self_attn\.([qk])_proj\.", name)):
             return None
         heads = self.config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
         if rows % (2 * heads):
@@ -126,34 +127,18 @@ class _Stored:
         return np.array(self.packed[slice(start, stop) if self.order is None else self.order[start:stop]])
 
 
-_OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-def hf_name(name: str) -> str:
+def hf_name(name: str, layer_names: Mapping[str, str] = LAYER_NAMES) -> str:
     """HF's name for a GGUF tensor; `rope_freqs.weight`, divisors of the rotary frequencies, keeps its own. Raises ValueError if unknown."""
     if name == "rope_freqs.weight":
         return name
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match:
         layer, part, kind = match.groups()
-        if layer is None and part in _OUTER_NAMES:
-            return f"{_OUTER_NAMES[part]}.{kind}"
-        if layer is not None and part in _LAYER_NAMES:
-            return f"model.layers.{int(layer)}.{_LAYER_NAMES[part]}.{kind}"
-    raise ValueError(f"tensor {name!r} has no place in the architectures supported ({', '.join(SUPPORTED_ARCHITECTURES)})")
+        if layer is None and part in OUTER_NAMES:
+            return f"{OUTER_NAMES[part]}.{kind}"
+        if layer is not None and part in layer_names:
+            return f"model.layers.{int(layer)}.{layer_names[part]}.{kind}"
+    raise ValueError(f"tensor {name!r} has no place in this architecture")
 
 
 class _Configuration:
@@ -161,7 +146,8 @@ class _Configuration:
 
     def __init__(self, header: Header, architecture: str) -> None:
         self._header = header
-        self._architecture = architecture
+        self._name = architecture
+        self._architecture: Architecture = ARCHITECTURES[architecture]
 
     def as_hf(self) -> dict[str, Any]:
         tensors = self._header.tensors
@@ -170,7 +156,7 @@ class _Configuration:
         hidden_size, heads = self._get("embedding_length", int), self._get("attention.head_count", int)
         head_dim = self._get("attention.key_length", int, hidden_size // max(heads, 1))
         config = {
-            "model_type": self._architecture,
+            "model_type": self._architecture.model_type,
             "vocab_size": tensors["token_embd.weight"].shape[0] if "token_embd.weight" in tensors else 0,
             "hidden_size": hidden_size,
             "intermediate_size": self._get("feed_forward_length", int),
@@ -188,6 +174,10 @@ class _Configuration:
             "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         }
         self._check_against_tensors(config)
+        for name, (key, kind) in self._architecture.keys.items():
+            if (value := self._get(key, kind, None)) is not None:
+                config[name] = value
+        config |= self._architecture.implied(config)
         if (rotary := self._get("rope.dimension_count", int, head_dim)) < head_dim:
             config["partial_rotary_factor"] = rotary / head_dim
         for name in ("bos_token_id", "eos_token_id"):
@@ -236,7 +226,7 @@ class _Configuration:
 
     def _get(self, key: str, kind: type, *default: Any) -> Any:
         """The architecture's value for `key`; a list (one value a layer) counts as its value where all are the same."""
-        key = f"{self._architecture}.{key}"
+        key = f"{self._name}.{key}"
         value = self._header.metadata.get(key)
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]

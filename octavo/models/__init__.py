@@ -16,10 +16,18 @@ if TYPE_CHECKING:
     from octavo.models.llama import DecoderConfig
 
 MODELS = {
+    "gemma": "octavo.models.gemma",
+    "gemma2": "octavo.models.gemma2",
+    "gemma3_text": "octavo.models.gemma3_text",
+    "granite": "octavo.models.granite",
     "llama": "octavo.models.llama",
     "mistral": "octavo.models.mistral",
+    "olmo2": "octavo.models.olmo2",
+    "olmo3": "octavo.models.olmo3",
+    "phi3": "octavo.models.phi3",
     "qwen2": "octavo.models.qwen2",
     "qwen3": "octavo.models.qwen3",
+    "smollm3": "octavo.models.smollm3",
 }
 
 

@@ -5,23 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.errors import CheckpointError, shown
 from octavo.loading.fields import Fields
+from octavo.models.layer_kinds import windows
 from octavo.models.llama import DecoderConfig
 
 
 def configure(hf: Mapping[str, Any]) -> DecoderConfig:
-    return DecoderConfig.from_hf(hf, qkv_bias=True, windows=windows(hf))
+    return DecoderConfig.from_hf(hf, qkv_bias=True, windows=upper_windows(hf))
 
 
-def windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """The layers named in `layer_types`, or those from `max_window_layers` on."""
+def upper_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Of the layers named in `layer_types`, or those from `max_window_layers` on."""
     read = Fields(hf)
-    layers = read.whole("num_hidden_layers", high=10_000)
     if not read.flag("use_sliding_window", False):
-        return (None,) * layers
-    full, window = read.whole("max_window_layers", 28, low=0), read.whole("sliding_window")
-    types = hf.get("layer_types") or ["sliding_attention" if layer >= full else "full_attention" for layer in range(layers)]
-    if not isinstance(types, list) or len(types) != layers:
-        raise CheckpointError(f"layer_types: {shown(types)}; allowed: a list of {layers} names")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+        return (None,) * read.whole("num_hidden_layers", high=10_000)
+    full = read.whole("max_window_layers", 28, low=0)
+    return windows(hf, read.whole("sliding_window"), lambda layer: layer >= full)

@@ -7,9 +7,9 @@ from typing import Any
 
 from octavo.loading.fields import Fields
 from octavo.models.llama import DecoderConfig
-from octavo.models.qwen2 import windows
+from octavo.models.qwen2 import upper_windows
 
 
 def configure(hf: Mapping[str, Any]) -> DecoderConfig:
     bias = Fields(hf).flag("attention_bias", False)
-    return DecoderConfig.from_hf(hf, qkv_bias=bias, output_bias=bias, head_norm=True, windows=windows(hf))
+    return DecoderConfig.from_hf(hf, qkv_bias=bias, output_bias=bias, normed="head", windows=upper_windows(hf))

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from octavo import _native
 from octavo.errors import ConfigError
-from octavo.ops.interface import AttentionBatch, Draws, Forward, LayerKV, Matrix
+from octavo.ops.interface import Activation, AttentionBatch, Draws, Forward, LayerKV, Matrix
 from octavo.ops.reference import ReferenceOps
 from octavo.quantization import Grouped
 
@@ -26,6 +26,9 @@ ISA_VARIABLE = "OCTAVO_CPU_ISA"
 
 # The native dtypes.
 _IS_BFLOAT16 = {torch.float32: False, torch.bfloat16: True}
+
+# The kernels' numbers.
+_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
 
 # What keys and values are kept as, by the kernels' numbers.
 _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -108,10 +111,10 @@ class CpuOps(ReferenceOps):
         outputs, inputs = weight.shape
         return _native.Matrix.dense(weight.data_ptr(), outputs, inputs, weight.stride(0), _IS_BFLOAT16[weight.dtype])
 
-    def embedding(self, ids: Tensor, weight: Matrix, dtype: torch.dtype) -> Tensor:
+    def embedding(self, ids: Tensor, weight: Matrix, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
         ids = ids.contiguous()
         out = self._empty(len(ids), weight.shape[1], dtype=dtype)
-        self._native.embedding(weight, ids.data_ptr(), len(ids), out.data_ptr(), _IS_BFLOAT16[dtype])
+        self._native.embedding(weight, ids.data_ptr(), len(ids), out.data_ptr(), _IS_BFLOAT16[dtype], scale)
         return out
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -123,43 +126,60 @@ class CpuOps(ReferenceOps):
         )
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        is_bfloat16 = _IS_BFLOAT16.get(x.dtype)
-        if is_bfloat16 is None or weight.dtype != x.dtype or (residual is not None and residual.dtype != x.dtype):
-            return super().rms_norm(x, weight, eps, residual)
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, multiplier: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        foreign = residual is not None and residual.dtype != x.dtype
+        if x.dtype not in _IS_BFLOAT16 or weight.dtype not in (x.dtype, torch.float32) or foreign:
+            return super().rms_norm(x, weight, eps, residual, multiplier)
         x = _by_token(x)
-        tokens, size = x.shape[0], x.shape[-1]
-        heads = x.shape[1] if x.dim() == 3 else 1
-        out = self._empty(*x.shape, dtype=x.dtype)
-        total, residual_address = x, 0
-        if residual is not None:
-            residual, total = residual.contiguous(), self._empty(*x.shape, dtype=x.dtype)
-            residual_address = residual.data_ptr()
-        weight = weight.contiguous()
+        out, total = self._empty(*x.shape, dtype=x.dtype), x if residual is None else self._empty(*x.shape, dtype=x.dtype)
+        self._norm(x, residual, weight.contiguous(), out, total, eps, multiplier)
+        return out, total
+
+    def add(self, x: Tensor, residual: Tensor, multiplier: float = 1.0) -> Tensor:
+        if x.dtype not in _IS_BFLOAT16 or residual.dtype != x.dtype:
+            return super().add(x, residual, multiplier)
+        x, total = _by_token(x), self._empty(*x.shape, dtype=x.dtype)
+        self._norm(x, residual, None, None, total, 0.0, multiplier)
+        return total
+
+    def _norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor | None, total: Tensor, eps: float, multiplier: float
+    ) -> None:
+        residual = None if residual is None else residual.contiguous()
         self._native.rms_norm(
             x.data_ptr(),
             x.stride(0),
-            residual_address,
-            weight.data_ptr(),
-            out.data_ptr(),
+            _address(residual),
+            _address(weight),
+            _address(out),
             total.data_ptr(),
-            is_bfloat16,
-            tokens,
-            heads,
-            size,
+            _IS_BFLOAT16[x.dtype],
+            weight is not None and _IS_BFLOAT16[weight.dtype],
+            x.shape[0],
+            x.shape[1] if x.dim() == 3 else 1,
+            x.shape[-1],
             eps,
+            multiplier,
         )
-        return out, total
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         is_bfloat16 = _IS_BFLOAT16.get(gate_up.dtype)
         if is_bfloat16 is None:
-            return super().silu_and_mul(gate_up)
+            return super().activate_and_mul(gate_up, activation)
         gate_up = _by_token(gate_up)
         tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._empty(tokens, size, dtype=gate_up.dtype)
-        self._native.silu_and_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), is_bfloat16, tokens, size)
+        number = _ACTIVATIONS[activation]
+        self._native.activate_and_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), is_bfloat16, number, tokens, size)
         return out
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        if x.dtype != torch.float32 or x.stride(1) != 1:
+            return super().softcap(x, cap)
+        self._native.softcap(x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], cap)
+        return x
 
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         if logits.dtype != torch.float32 or logits.stride(1) != 1:
@@ -229,10 +249,11 @@ class CpuOps(ReferenceOps):
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         is_bfloat16, shape = _IS_BFLOAT16.get(query.dtype), kv.shape
         if is_bfloat16 is None or shape.dtype not in _ELEMENTS or shape.head_dim > MAX_HEAD_DIM or shape.head_dim % 4:
-            return super().paged_attention(query, key, value, rotation, kv, batch, scale, window)
+            return super().paged_attention(query, key, value, rotation, kv, batch, scale, window, softcap)
         name = ("native", window, query.shape[1])
         plan = batch.prepared.get(name)
         if plan is None:
@@ -256,6 +277,7 @@ class CpuOps(ReferenceOps):
             kv.region.data_ptr(),
             kv.layer,
             scale,
+            softcap or 0.0,
         )
         return out
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -91,6 +91,8 @@ class Draws:
     uniform: Tensor
 
 
+Activation: TypeAlias = Literal["silu", "gelu_tanh"]
+
 Forward: TypeAlias = Callable[[Tensor, Tensor, list[LayerKV], AttentionBatch], Tensor]
 
 
@@ -108,8 +110,8 @@ class Ops(Protocol):
     def matrix(self, weight: Tensor | Grouped) -> Matrix:
         """Take a weight [N, K] over, in whatever layout suits its products; it need not be kept elsewhere."""
 
-    def embedding(self, ids: Tensor, weight: Matrix, dtype: torch.dtype) -> Tensor:
-        """[T] ids and [V, H] weight -> [T, H]."""
+    def embedding(self, ids: Tensor, weight: Matrix, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        """[T] ids and [V, H] weight -> [T, H], times scale."""
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """[T, K] and [N, K] weight -> [T, N], in `dtype`, or else in that of x.
@@ -117,11 +119,22 @@ class Ops(Protocol):
         With a grouped weight, x is first rounded to int8, each 32 values with a scale of their own (the largest is 127 of it).
         """
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Add the residual [T, H], then normalise over the last axis; returns (normalised, sum). x may be [T, heads, D]."""
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, multiplier: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """As `add`, then normalise over the last axis; returns (normalised, sum). Without a residual the sum is x, [T, H] or [T, heads, D].
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 * I] holding gate then up -> [T, I]."""
+        The weight is of x's dtype or float32; what is normalised takes the weight's before it is multiplied with it.
+        """
+
+    def add(self, x: Tensor, residual: Tensor, multiplier: float = 1.0) -> Tensor:
+        """x * multiplier + residual, [T, H]."""
+
+    def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """[T, 2 * I] holding gate then up -> activation(gate) * up, [T, I]."""
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """float32 [N, V] -> cap * tanh(x / cap), in place."""
 
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         """Make the chosen rows [M] of float32 [N, V] logits minus infinity where their bits, int32 [M, W], 32 ids a word, are 0 or end."""
@@ -149,9 +162,11 @@ class Ops(Protocol):
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Rotate query [T, num_heads, D] and key [T, num_kv_heads, D], store key and value, then attend -> [T, num_heads, D].
 
         rotation: cos and sin, float32 [T, R / 2]; the first R features of a head are rotated. Token at position p sees
         positions max(0, p - window + 1) to p of its own row. What lies in KV memory beyond those must be finite.
+        softcap: scores s become softcap * tanh(s / softcap).
         """

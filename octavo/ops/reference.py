@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from octavo.ops.interface import AttentionBatch, BlockShape, Draws, Forward, LayerKV, Matrix
+from octavo.ops.interface import Activation, AttentionBatch, BlockShape, Draws, Forward, LayerKV, Matrix
 from octavo.quantization import GROUP, Grouped
 
 PRODUCT_ROWS = 32
@@ -53,8 +53,8 @@ class ReferenceOps:
             return DenseMatrix(weight.dense().to(self.device), grouped=True)
         return DenseMatrix(weight.to(self.device), grouped=False)
 
-    def embedding(self, ids: Tensor, weight: Matrix, dtype: torch.dtype) -> Tensor:
-        return F.embedding(ids, weight.values).to(dtype)
+    def embedding(self, ids: Tensor, weight: Matrix, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        return (F.embedding(ids, weight.values) * scale).to(dtype)
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         if weight.grouped:
@@ -77,15 +77,23 @@ class ReferenceOps:
             torch.mm(part, weight.t(), out=out[start : start + PRODUCT_ROWS])
         return out[:rows]
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        total = x if residual is None else x + residual
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, multiplier: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else ReferenceOps.add(self, x, residual, multiplier)
         wide = total.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return (wide * scale).to(x.dtype) * weight, total
+        return ((wide * scale).to(weight.dtype) * weight).to(x.dtype), total
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def add(self, x: Tensor, residual: Tensor, multiplier: float = 1.0) -> Tensor:
+        return x * multiplier + residual
+
+    def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate) * up
+        return (F.silu(gate) if activation == "silu" else gelu_tanh(gate)) * up
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return x.div_(cap).tanh_().mul_(cap)
 
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         size = logits.shape[-1]
@@ -130,6 +138,7 @@ class ReferenceOps:
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         query, key = rotate(query, *rotation), rotate(key, *rotation)
         for which, rows in enumerate((key, value)):
@@ -139,7 +148,7 @@ class ReferenceOps:
             batch.prepared[key_name] = _plan(batch, window, -(-MIN_QUERY_ROWS * key.shape[1] // query.shape[1]), self.device)
         out = torch.empty_like(query)
         for group in batch.prepared[key_name]:
-            out[group.tokens] = group.attend(query[group.tokens], kv, scale, self._scratch).to(out.dtype)
+            out[group.tokens] = group.attend(query[group.tokens], kv, scale, softcap, self._scratch).to(out.dtype)
         return out
 
 
@@ -158,6 +167,13 @@ class DenseMatrix:
     @property
     def nbytes(self) -> int:
         return self.values.nbytes
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """torch's own loses the digits of small results, as it adds 1 to a tangent near -1, and ends a call in scalars of other bits."""
+    wide = x.float()
+    turned = (-2 * math.sqrt(2 / math.pi)) * (wide + 0.044715 * (wide * wide * wide))
+    return (wide / (1 + turned.exp())).to(x.dtype)
 
 
 def rounded_to_int8(x: Tensor) -> Tensor:
@@ -241,7 +257,7 @@ class _Group:
     hidden: Tensor
     unseen: Tensor
 
-    def attend(self, query: Tensor, kv: LayerKV, scale: float, scratch: _Scratch) -> Tensor:
+    def attend(self, query: Tensor, kv: LayerKV, scale: float, softcap: float | None, scratch: _Scratch) -> Tensor:
         """[R * count, num_heads, D] -> the same shape in float32."""
         kv_heads, dim = kv.shape.num_kv_heads, kv.shape.head_dim
         heads = query.shape[1]
@@ -253,6 +269,8 @@ class _Group:
         keys = self._tiles(kv, 0, scratch)
         scores = scratch.take("scores", torch.float32, tiles * kv_heads, width, TILE)
         torch.bmm(queries[self.rows].flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), out=scores)
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
         scores = scores.view(tiles, kv_heads, self.padded, share, TILE)
         scores[self.edges] = scores[self.edges].masked_fill_(self.hidden, -torch.inf)
         peaks = scores.amax(-1)

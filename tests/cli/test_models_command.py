@@ -20,6 +20,7 @@ def cached(octavo, monkeypatch):
 def test_pull_prints_the_path(octavo, cached):
     result = octavo("pull", "smollm2-135m")
     assert (result.exit_code, Path(result.stdout.strip())) == (0, cached)
+    assert "licence: Apache-2.0" in result.stderr
 
 
 def test_list(octavo, cached):

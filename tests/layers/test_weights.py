@@ -81,8 +81,8 @@ class FakeOps:
         out = x.float() @ dense(weight).t()
         return (out if bias is None else out + bias).to(dtype or x.dtype)
 
-    def embedding(self, ids: Tensor, weight: Any, dtype: torch.dtype) -> Tensor:
-        return dense(weight)[ids].to(dtype)
+    def embedding(self, ids: Tensor, weight: Any, dtype: torch.dtype, scale: float) -> Tensor:
+        return (dense(weight)[ids] * scale).to(dtype)
 
 
 def dense(matrix: Any) -> Tensor:

@@ -257,6 +257,40 @@ def test_configuration(write: Write) -> None:
     }
 
 
+SANDWICHED = {f"blk__0__{part}__weight": (HIDDEN,) for part in ("post_attention_norm", "post_ffw_norm")}
+
+
+def test_gemma3_is_named_as_by_hf_and_its_norms_hold_what_hfs_hold(write: Write) -> None:
+    tensors = weights(**SANDWICHED, blk__0__attn_q_norm__weight=(HEAD_DIM,))
+    checkpoint = GGUFCheckpoint(write(tensors, "gemma3", ARCH__attention__sliding_window=512, ARCH__rope__freq_base=1e6))
+    expected = {"model_type": "gemma3_text", "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": HEAD_DIM, "sliding_window": 512}
+    assert expected.items() <= checkpoint.config.items()
+    assert checkpoint.config["rope_theta"] == 1e6
+    assert not {"sliding_window_pattern", "rope_local_base_freq"} & checkpoint.config.keys()
+    named = {
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+        "attn_q_norm": "self_attn.q_norm",
+    }
+    for name, hf in named.items():
+        stored = tensors[f"blk.0.{name}.weight"][0]
+        np.testing.assert_array_equal(read(checkpoint.path, f"model.layers.0.{hf}.weight").numpy(), stored - np.float32(1))
+    query = "model.layers.0.self_attn.q_proj.weight"
+    np.testing.assert_array_equal(read(checkpoint.path, query).numpy(), tensors["blk.0.attn_q.weight"][0])
+
+
+def test_gemma3_says_more_where_it_differs(write: Write) -> None:
+    said = {
+        "attention__sliding_window_pattern": 4,
+        "rope__freq_base_swa": 5e4,
+        "rope__scaling__type": "linear",
+        "rope__scaling__factor": 8.0,
+    }
+    config = GGUFCheckpoint(write(weights(**SANDWICHED), "gemma3", **{f"ARCH__{key}": value for key, value in said.items()})).config
+    assert (config["sliding_window_pattern"], config["rope_local_base_freq"], config["rope_scaling"]["factor"]) == (4, 5e4, 8.0)
+
+
 def test_configuration_of_what_is_optional(write: Write) -> None:
     tensors = weights(blk__0__attn_q__bias=(HEADS * HEAD_DIM,), blk__0__ffn_up__bias=(INTERMEDIATE,), output__weight=(VOCAB, HIDDEN))
     optional = {
@@ -315,7 +349,7 @@ def test_every_token_that_ends_an_answer(write: Write, metadata: dict[str, Any],
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architecture": "gemma9"}, "'gemma9'; supported: llama, qwen2, qwen3"),
+        ({"architecture": "gemma9"}, "'gemma9'; supported: llama, qwen2, qwen3, .*gemma3"),
         (
             {"tensors": {"blk.0.ffn_gate_exps.weight": (SHAPES["blk.0.ffn_up.weight"], Kind.F32)}},
             "'blk.0.ffn_gate_exps.weight' has no place",

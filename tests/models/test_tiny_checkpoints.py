@@ -11,76 +11,8 @@ import torch
 import transformers
 
 from octavo.errors import CheckpointError
+from tests.models.checkpoints import CASES, GEMMA3, LLAMA3, LONGROPE, PHI3, ids, make
 from tests.oracle import logits, make_runner, reference_logits
-
-BASE: dict[str, Any] = {
-    "vocab_size": 131,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama, one KV head": ("llama", {"num_key_value_heads": 1}),
-    "llama, as many KV heads as heads": ("llama", {"num_key_value_heads": 4}),
-    "llama, six heads of 20": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20}),
-    "llama, heads wider than the model": ("llama", {"head_dim": 40}),
-    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama, tied": ("llama", {"tie_word_embeddings": True}),
-    "llama, linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
-    "llama, linear under the old key": ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
-    "llama, dynamic": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
-    "llama, llama3": ("llama", {"rope_scaling": {"rope_type": "llama3", **LLAMA3}}),
-    "llama, yarn": ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}),
-    "llama, yarn with magnitudes": (
-        "llama",
-        {
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": 8.0,
-                "original_max_position_embeddings": 32,
-                "mscale": 0.7,
-                "mscale_all_dim": 1.2,
-                "beta_fast": 16,
-                "beta_slow": 2,
-            }
-        },
-    ),
-    "mistral": ("mistral", {"sliding_window": None}),
-    "mistral, window": ("mistral", {"sliding_window": 17}),
-    "qwen2": ("qwen2", {}),
-    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen2, windows on upper layers": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
-    "qwen3": ("qwen3", {}),
-    "qwen3, biases": ("qwen3", {"attention_bias": True}),
-}
-
-
-def make(folder: Path, model_type: str, differences: dict[str, Any]) -> Any:
-    torch.manual_seed(len(str(differences)))
-    config = transformers.AutoConfig.for_model(model_type, **(BASE | differences))
-    config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    return model
-
-
-def ids(count: int) -> list[int]:
-    return torch.randint(3, 131, (count,), generator=torch.Generator().manual_seed(count)).tolist()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -122,7 +54,7 @@ def test_a_tied_head_is_the_embedding_whether_or_not_the_file_repeats_it(stored:
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        ({"model_type": "mamba"}, r"model_type: 'mamba' is not supported; supported: llama, mistral, qwen2, qwen3"),
+        ({"model_type": "mamba"}, r"model_type: 'mamba' is not supported; supported: .*llama, mistral, .*qwen3"),
         ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}, "rope_parameters": None}, r"type 'spiral' is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": None}, r"type 'yarn' needs factor"),
         ({"rms_norm_eps": "x"}, r"rms_norm_eps: 'x'; allowed: a number above 0"),
@@ -138,7 +70,19 @@ def test_a_tied_head_is_the_embedding_whether_or_not_the_file_repeats_it(stored:
         ({"rope_parameters": {"rope_theta": -1}}, r"rope_theta: -1; allowed"),
         ({"model_type": "mistral", "sliding_window": 0}, r"sliding_window: 0; allowed"),
         ({"model_type": "qwen2", "use_sliding_window": True}, r"lacks sliding_window"),
-        ({"hidden_act": "gelu"}, r"hidden_act: 'gelu' is not supported"),
+        ({"model_type": "gemma3_text", "layer_types": ["linear_attention"] * 3}, r"layer_types: 'linear_attention' is not supported"),
+        ({"model_type": "gemma3_text", "layer_types": ["full_attention"]}, r"layer_types: .*; allowed: a list of 3 names"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, r"use_bidirectional_attention: True is not supported"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, r"no_rope_layers: \[1, 0\]; allowed: 3 times 0 or 1"),
+        ({"model_type": "phi3", "rope_parameters": LONGROPE | {"long_factor": [1.0]}}, r"long_factor has 1 numbers; 8 are needed"),
+        (
+            {"model_type": "phi3", "rope_parameters": LONGROPE | {"short_factor": [-1.0]}},
+            r"short_factor: .*; allowed: a list of numbers above 0",
+        ),
+        ({"model_type": "phi3", "rope_parameters": {"type": "su"}}, r"type 'longrope' needs short_factor, long_factor"),
+        ({"model_type": "phi3"}, r"needs the tensor model.layers.0.self_attn.qkv_proj.weight, which is not there"),
+        ({"model_type": "granite", "logits_scaling": 0}, r"logits_scaling: 0; allowed: a number above 0"),
+        ({"hidden_act": "gelu"}, r"hidden_act: 'gelu' is not supported; supported: silu, swish, gelu_pytorch_tanh"),
         ({"hidden_size": None}, r"lacks hidden_size"),
         ({"num_key_value_heads": 3}, r"num_attention_heads: 4 is no multiple of num_key_value_heads: 3"),
         ({"intermediate_size": 81}, r"mlp.gate_proj.weight \[80, 48\], .*; the configuration says \[162, 48\]"),
@@ -152,6 +96,32 @@ def test_a_configuration_that_cannot_be_run_is_named(edit: dict[str, Any], said:
     path.write_text(json.dumps(json.loads(path.read_text()) | edit))
     with pytest.raises(CheckpointError, match=said):
         make_runner(tmp_path)
+
+
+def test_gemma_3_under_the_older_keys_and_defaults(tmp_path: Path) -> None:
+    """A period in place of a list, a base beside the other; and six layers a period where nothing is said."""
+    model = make(tmp_path, "gemma3_text", GEMMA3 | {"num_hidden_layers": 7, "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0})
+    path = tmp_path / "config.json"
+    written = json.loads(path.read_text())
+    assert written["layer_types"] == ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
+    del written["layer_types"], written["rope_parameters"]
+    path.write_text(json.dumps(written))
+    assert (logits(make_runner(tmp_path), ids(100)) - reference_logits(model, ids(100))).abs().max() < 2e-4
+    path.write_text(json.dumps(written | {"rope_theta": 1e6, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6}))
+    assert (logits(make_runner(tmp_path), ids(100)) - reference_logits(model, ids(100))).abs().max() < 2e-4
+
+
+def test_a_stretched_context_is_the_one_that_gemmas_configuration_names(tmp_path: Path) -> None:
+    make(tmp_path, "gemma3_text", GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert make_runner(tmp_path).capacity.longest == 128
+
+
+def test_the_longest_a_sequence_may_become_chooses_the_stretch(tmp_path: Path) -> None:
+    """transformers goes by the length at hand; both mean the same up to the original context, and beyond it."""
+    model = make(tmp_path, "phi3", PHI3)
+    short = logits(make_runner(tmp_path, max_model_len=32), ids(30))
+    assert (short - reference_logits(model, ids(30))).abs().max() < 2e-4
+    assert (short - logits(make_runner(tmp_path), ids(30))).abs().max() > 0.1
 
 
 def test_divisors_in_the_checkpoint_stretch_the_rotation_as_the_configuration_would(tmp_path: Path) -> None:

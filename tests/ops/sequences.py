@@ -28,6 +28,7 @@ class Shape:
     window: int | None = None
     half: int = 8
     """Pairs of features that are rotated."""
+    softcap: float | None = None
 
     def rotation(self) -> tuple[Tensor, Tensor]:
         angles = torch.arange(LONGEST)[:, None] / 100.0 ** (torch.arange(self.half) / max(1, self.half))
@@ -58,6 +59,8 @@ class Sequence:
         for position in positions:
             first = 0 if shape.window is None else max(0, position - shape.window + 1)
             scores = torch.einsum("hd,thd->ht", query[position].double(), key[first : position + 1]) * shape.scale
+            if shape.softcap is not None:
+                scores = shape.softcap * (scores / shape.softcap).tanh()
             weights, seen = scores.softmax(-1), value[first : position + 1]
             out.append(torch.einsum("ht,thd->hd", weights, seen))
             sizes.append(torch.einsum("ht,thd->hd", weights, seen.abs()))
@@ -142,7 +145,7 @@ class Memory:
         rotation = tuple(torch.cat([angle[positions.start : positions.stop] for _, positions in parts]) for angle in self.shape.rotation())
         query, key, value = qkv.split(rows[0][1].heads, 1)
         kv = LayerKV(self.region, self._blocks, LAYER)
-        out = self.ops.paged_attention(query, key, value, rotation, kv, batch, self.shape.scale, window)  # type: ignore[arg-type]
+        out = self.ops.paged_attention(query, key, value, rotation, kv, batch, self.shape.scale, window, self.shape.softcap)  # type: ignore[arg-type]
         assert out.dtype == query.dtype
         assert out.shape == query.shape
         return list(out.split(batch.counts))

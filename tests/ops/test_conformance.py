@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from octavo.ops.interface import Ops
+from octavo.ops.interface import Activation, Ops
 from octavo.ops.reference import ReferenceOps
 from tests.ops.comparing import quickly, same_bits
 from tests.ops.sequences import HOLE, HUGE, Memory, Sequence, Shape, blocks_for
@@ -24,7 +25,7 @@ EDGES = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 300, 511, 512, 513, 600]
 def shapes(draw: st.DrawFn) -> Shape:
     num_kv_heads = draw(st.sampled_from([1, 2, 3]))
     dtype = draw(st.sampled_from(DTYPES))
-    dim = draw(st.sampled_from([32, 64, 80, 96, 128, 20]))
+    dim = draw(st.sampled_from([32, 64, 80, 96, 128, 20, 256]))
     return Shape(
         num_heads=num_kv_heads * draw(st.sampled_from([1, 3, 4, 8])),
         num_kv_heads=num_kv_heads,
@@ -34,6 +35,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         kv_dtype=draw(st.sampled_from([dtype, dtype, torch.int8])),
         window=draw(st.sampled_from([None, None, 1, 5, 64, 100, 513])),
         half=draw(st.sampled_from([dim // 2, dim // 4, 0])),
+        softcap=draw(st.sampled_from([None, None, 1.5])),
     )
 
 
@@ -112,6 +114,7 @@ PROMISES = [
     Shape(num_heads=2, num_kv_heads=2, dim=20, window=37),
     Shape(num_heads=4, num_kv_heads=1, dim=128, block_size=128, dtype=torch.bfloat16, kv_dtype=torch.bfloat16),
     Shape(num_heads=9, num_kv_heads=3, kv_dtype=torch.int8),
+    Shape(num_heads=4, num_kv_heads=2, dim=256, window=90, softcap=2.0),
     Shape(num_heads=8, num_kv_heads=2, dim=96, dtype=torch.bfloat16, kv_dtype=torch.int8, window=70),
 ]
 LENGTH, TAIL = 545, 480
@@ -210,15 +213,64 @@ def test_rms_norm_of_each_head(ops: Ops, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_with_a_weight_in_float32_rounds_once(ops: Ops, dtype: torch.dtype) -> None:
+    x, weight = _random(dtype, (70, 200), (200,))
+    weight = weight.float() * 1.001
+    found = ops.rms_norm(x, weight, 1e-6)[0]
+    wide = x.double()
+    wanted = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), wanted, rtol=2.0**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [20, 576])
+def test_what_is_added_may_be_multiplied_first(ops: Ops, dtype: torch.dtype, size: int) -> None:
+    x, residual, weight = _random(dtype, (70, size), (70, size), (size,))
+    total = ops.add(x, residual, 0.22)
+    assert same_bits(total, x * 0.22 + residual)
+    assert same_bits(ops.add(x, residual), x + residual)
+    assert same_bits(ops.add(x[7:8], residual[7:8], 0.22)[0], total[7])
+    normalised, summed = ops.rms_norm(x, weight, 1e-5, residual, 0.22)
+    assert same_bits(summed, total)
+    assert same_bits(normalised, ops.rms_norm(total, weight, 1e-5)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 25.25])
+def test_embedding_with_a_scale(ops: Ops, dtype: torch.dtype, scale: float) -> None:
+    weight = _random(dtype, (40, 70))[0]
+    ids = torch.tensor([3, 39, 0, 3])
+    assert same_bits(ops.embedding(ids, ops.matrix(weight), dtype, scale), (weight * scale)[ids])
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: x / (1 + (-x).exp()),
+    "gelu_tanh": lambda x: x / (1 + (-2 * (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)).exp()),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [20, 1536])
-def test_silu_and_mul(ops: Ops, dtype: torch.dtype, size: int) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activate_and_mul(ops: Ops, dtype: torch.dtype, size: int, activation: Activation) -> None:
     gate_up = _random(dtype, (70, 2 * size))[0] * 5
-    found = ops.silu_and_mul(gate_up)
+    found = ops.activate_and_mul(gate_up, activation)
     gate, up = gate_up.double().chunk(2, -1)
-    assert_rounded_twice(found, gate / (1 + (-gate).exp()) * up)
-    assert same_bits(ops.silu_and_mul(gate_up[5:6])[0], found[5])
+    assert_rounded_twice(found, ACTIVATIONS[activation](gate) * up)
+    assert same_bits(ops.activate_and_mul(gate_up[5:6], activation)[0], found[5])
     gate_up[3, :4] = torch.tensor([1e4, -1e4, torch.nan, 0.0])
-    assert ops.silu_and_mul(gate_up)[3, :4].isfinite().tolist() == [True, True, False, True]
+    assert ops.activate_and_mul(gate_up, activation)[3, :4].isfinite().tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize("size", [20, 1003])
+def test_softcap(ops: Ops, size: int) -> None:
+    x = _random(torch.float32, (70, size))[0] * 40
+    x[0, :6] = torch.tensor([0.0, 1e-4, -3e-3, torch.inf, -torch.inf, torch.nan])
+    found = ops.softcap(x.clone(), 30.0)
+    torch.testing.assert_close(found.double(), 30 * (x.double() / 30).tanh(), rtol=5e-7, atol=0, equal_nan=True)
+    for row in (0, 33, 69):
+        assert same_bits(ops.softcap(x[row : row + 1].clone(), 30.0)[0], found[row])
 
 
 @quickly

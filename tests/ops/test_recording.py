@@ -42,7 +42,7 @@ class Model:
             x, residual = self.ops.rms_norm(x, self.norm, 1e-5, residual)
             query, key, value = self.ops.linear(x, self.qkv).view(len(x), -1, DIM).split([HEADS, 1, 1], 1)
             x = self.ops.paged_attention(query, key, value, (cos, sin), layer, batch, 0.25, window)
-            x = self.ops.linear(self.ops.silu_and_mul(self.ops.linear(x.reshape(len(x), -1), self.up)), self.down)
+            x = self.ops.linear(self.ops.activate_and_mul(self.ops.linear(x.reshape(len(x), -1), self.up), "silu"), self.down)
             x = self.between(x)
         return self.ops.rms_norm(x, self.norm, 1e-5, residual)[0]
 

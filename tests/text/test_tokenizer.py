@@ -66,6 +66,19 @@ def test_smollm2_ids_are_llama_cpps(golden: Golden, smollm2_gguf: Path) -> None:
     assert tokenizer.encode_chat([{"role": "user", "content": "Hi"}])[-9:] == tokenizer.encode(chat)[-9:]
 
 
+@pytest.mark.slow
+def test_gemma3_ids_are_sentencepieces(golden: Golden, gemma3_gguf: Path) -> None:
+    tokenizer = Tokenizer.from_gguf(read_header(gemma3_gguf).metadata)
+    recorded = golden("gemma3")
+    assert_golden(tokenizer, recorded["texts"], recorded["results"][0])
+    for text in recorded["texts"]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert (tokenizer.vocab_size, tokenizer.bos_token_id, tokenizer.eos_token_ids) == (262144, 2, (1, 106))
+    turn = tokenizer.encode("<start_of_turn>user\nhi<end_of_turn>\n")
+    assert turn == [2, 105, 2364, 107, 2202, 106, 107]
+    assert tokenizer.decode(turn) == "user\nhi\n"
+
+
 def test_unknown_vocabularies_are_refused_by_name(bpe_metadata: MakeMetadata) -> None:
     with pytest.raises(CheckpointError, match=r"pre-tokenizer 'klingon'; supported: a\.x-4\.0, .*tekken"):
         Tokenizer.from_gguf(bpe_metadata("klingon"))
