@@ -183,6 +183,7 @@ class AnswerParser:
             self._say(news, before, ends and not tag)
             if tag:
                 self._state = "reasoning" if tag == THINK else "call"
+            if tag == THINK:
                 self._spaces = ""
         elif self._state == "reasoning":
             before, tag, self._held = _cut(self._held, [THINK_END], ends)
@@ -198,6 +199,7 @@ class AnswerParser:
             call = self._call(body)
             self._held, self._state = rest, "content"
             if call is not None:
+                self._spaces = ""
                 news.calls.append(call)
             else:
                 self._say(news, CALL + body + tag, ends)
@@ -208,9 +210,9 @@ class AnswerParser:
         self._spaces = ""
         if self._after_thoughts and not self._began:
             text = text.lstrip()
-        if self._calls and not text.strip() and not (ends and not self.num_calls):
-            self._spaces = text  # nothing to be read where a call follows
-            return
+        if self._calls and not (ends and not self.num_calls):  # spaces are nothing to be read where a call follows
+            said = text.rstrip()
+            self._spaces, text = text[len(said) :], said
         self._began = self._began or bool(text.strip())
         news.content += text
 

@@ -50,7 +50,7 @@ def test_thoughts_stand_apart():
 
 def test_calls_are_taken_out():
     news = parse([f"Let me see.\n{CALL}\n{CALL}\n"])
-    assert news.content == "Let me see.\n"
+    assert news.content == "Let me see."
     assert [call["index"] for call in news.calls] == [0, 1]
     assert [call["function"]["name"] for call in news.calls] == ["get_weather"] * 2
     assert json.loads(news.calls[0]["function"]["arguments"]) == {"city": "Paris"}
