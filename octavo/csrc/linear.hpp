@@ -23,8 +23,8 @@ constexpr int PANEL_VECTORS = PANEL / LANES, WORD = 4, STEP = PANEL * WORD;
 // From this many rows on it pays to unpack a grouped weight before it is used.
 constexpr int WORTH_UNPACKING = 3 * GROUPED_ROWS;
 
-// Up to this many rows the panels of a weight are fetched ahead of their use, and more of them are summed at once.
-constexpr int FEW_ROWS = 4, FEW_ROWS_PANELS = 2 * TILE_PANELS;
+// Up to this many rows wait for memory, which is quickest where the panels are read one after another.
+constexpr int FEW_ROWS = 4;
 
 #define OCTAVO_UNROLL _Pragma("GCC unroll 32")
 
@@ -109,7 +109,7 @@ static void multiply_dense_tiles(const LinearCall& call, const Activations& x, i
 template <class Step>
 static void multiply_dense(const LinearCall& call, const Activations& x, int64_t first_panel, int64_t end_panel) {
     const bool few = x.end - x.first <= FEW_ROWS;
-    if (few) multiply_dense_tiles<Step, FEW_ROWS, FEW_ROWS_PANELS>(call, x, first_panel, end_panel);
+    if (few) multiply_dense_tiles<Step, FEW_ROWS, 1>(call, x, first_panel, end_panel);
     else multiply_dense_tiles<Step, DENSE_ROWS, TILE_PANELS>(call, x, first_panel, end_panel);
 }
 
@@ -123,35 +123,38 @@ struct ActivationGroup {
     };
 };
 
-// A panel of codes with scales as they are stored, or widened.
-template <class Scale>
-struct GroupedPanel {
-    const uint8_t* words;
-    const Scale* scales;
-    const Scale* minimums;
+// A panel as a matrix holds it.
+template <bool NIBBLED, bool MINIMUMS>
+struct PackedPanel {
+    static constexpr bool NIBBLES = NIBBLED;
+    const uint8_t* at;
+
+    const uint8_t* codes(int64_t group) const { return at + group * group_bytes(NIBBLES, MINIMUMS); }
+    const Float16* scales(int64_t group) const { return reinterpret_cast<const Float16*>(codes(group) + code_bytes(NIBBLES)); }
+    const Float16* minimums(int64_t group) const { return scales(group) + PANEL; }
 };
 
-// Few rows wait for memory, and a panel is too short for the processor to see where it will read next.
-template <int STEPS, int PANELS, class Scale>
-OCTAVO_INLINE void fetch_ahead(const GroupedPanel<Scale>* weight, int64_t group, int64_t distance) {
-    for (int p = 0; p < PANELS; p++) {
-        OCTAVO_UNROLL
-        for (int step = 0; step < STEPS; step++) __builtin_prefetch(weight[p].words + (group * STEPS + step) * STEP + distance);
-        __builtin_prefetch(reinterpret_cast<const char*>(weight[p].scales + group * PANEL) + distance);
-        __builtin_prefetch(reinterpret_cast<const char*>(weight[p].minimums + group * PANEL) + distance);
-    }
-}
+// A panel with a byte for each code and its scales widened.
+struct UnpackedPanel {
+    static constexpr bool NIBBLES = false;
+    const uint8_t* all_codes;
+    const float *all_scales, *all_minimums;
 
-template <bool NIBBLES, bool MINIMUMS, class Scale, int ROWS, int PANELS>
+    const uint8_t* codes(int64_t group) const { return all_codes + group * code_bytes(false); }
+    const float* scales(int64_t group) const { return all_scales + group * PANEL; }
+    const float* minimums(int64_t group) const { return all_minimums + group * PANEL; }
+};
+
+template <bool MINIMUMS, class Panel, int ROWS, int PANELS>
 __attribute__((noinline)) static void grouped_tile(const LinearCall& call, const Activations& x, int64_t row, int64_t panel,
-                                                   const GroupedPanel<Scale>* weight) {
+                                                   const Panel* weight) {
+    constexpr bool NIBBLES = Panel::NIBBLES;
     constexpr int WIDTH = PANELS * PANEL_VECTORS, STEPS = NIBBLES ? 4 : 8;
     const int64_t groups = call.matrix->groups();
     const char* left = x.at + (row - x.first) * x.stride;
     Floats out[ROWS][WIDTH] = {};
     for (int64_t group = 0; group < groups; group++) {
         auto rows = [&](int r) { return reinterpret_cast<const ActivationGroup*>(left + r * x.stride) + group; };
-        if constexpr (ROWS <= FEW_ROWS) fetch_ahead<STEPS, PANELS>(weight, group, PANELS * call.matrix->panel_bytes());
         Ints sum[ROWS][WIDTH];
         OCTAVO_UNROLL
         for (int r = 0; r < ROWS; r++)
@@ -162,7 +165,7 @@ __attribute__((noinline)) static void grouped_tile(const LinearCall& call, const
             Words codes[WIDTH], upper[WIDTH];
             OCTAVO_UNROLL
             for (int w = 0; w < WIDTH; w++) {
-                codes[w] = load_words(weight[w / PANEL_VECTORS].words + (group * STEPS + step) * STEP + w % PANEL_VECTORS * LANES * WORD);
+                codes[w] = load_words(weight[w / PANEL_VECTORS].codes(group) + step * STEP + w % PANEL_VECTORS * LANES * WORD);
                 if constexpr (NIBBLES) {
                     upper[w] = codes[w] >> 4 & 0x0f0f0f0f;
                     codes[w] &= 0x0f0f0f0f;
@@ -182,9 +185,9 @@ __attribute__((noinline)) static void grouped_tile(const LinearCall& call, const
         }
         OCTAVO_UNROLL
         for (int w = 0; w < WIDTH; w++) {
-            const int64_t at = group * PANEL + w % PANEL_VECTORS * LANES;
-            const Floats scale = load(weight[w / PANEL_VECTORS].scales + at);
-            const Floats minimum = MINIMUMS ? load(weight[w / PANEL_VECTORS].minimums + at) : Floats{};
+            const int at = w % PANEL_VECTORS * LANES;
+            const Floats scale = load(weight[w / PANEL_VECTORS].scales(group) + at);
+            const Floats minimum = MINIMUMS ? load(weight[w / PANEL_VECTORS].minimums(group) + at) : Floats{};
             OCTAVO_UNROLL
             for (int r = 0; r < ROWS; r++) {
                 if constexpr (MINIMUMS) out[r][w] = fused(minimum, broadcast(rows(r)->scaled_sum), out[r][w]);
@@ -203,59 +206,69 @@ OCTAVO_INLINE T* take(char*& scratch, int64_t count) {
     return taken;
 }
 
-static GroupedPanel<float> unpacked(const Matrix& matrix, int64_t panel, char*& scratch) {
-    const int64_t groups = matrix.groups(), halves = groups * PANEL;
-    const uint8_t* words = matrix.words(panel);
-    if (matrix.storage() == Storage::nibbles) {
-        uint8_t* to = take<uint8_t>(scratch, groups * 8 * STEP);
-        for (int64_t group = 0; group < groups; group++)
-            for (int at = 0; at < 4 * STEP; at += LANES * WORD) {
-                const Words both = load_words(words + group * 4 * STEP + at);
-                store_words(to + group * 8 * STEP + at, both & 0x0f0f0f0f);
-                store_words(to + (group * 8 + 4) * STEP + at, both >> 4 & 0x0f0f0f0f);
-            }
-        words = to;
+template <class Packed>
+static UnpackedPanel unpacked(const Packed& packed, int64_t groups, bool minimums, char*& scratch) {
+    uint8_t* codes = take<uint8_t>(scratch, groups * code_bytes(false));
+    float *scales = take<float>(scratch, groups * PANEL), *mins = take<float>(scratch, groups * PANEL);
+    for (int64_t group = 0; group < groups; group++) {
+        const uint8_t* from = packed.codes(group);
+        uint8_t* to = codes + group * code_bytes(false);
+        for (int at = 0; at < code_bytes(Packed::NIBBLES); at += LANES * WORD) {
+            const Words words = load_words(from + at);
+            store_words(to + at, Packed::NIBBLES ? words & 0x0f0f0f0f : words);
+            if (Packed::NIBBLES) store_words(to + 4 * STEP + at, words >> 4 & 0x0f0f0f0f);
+        }
+        for (int at = 0; at < PANEL; at += LANES) {
+            store(scales + group * PANEL + at, load(packed.scales(group) + at));
+            if (minimums) store(mins + group * PANEL + at, load(packed.minimums(group) + at));
+        }
     }
-    float *scales = take<float>(scratch, halves), *minimums = take<float>(scratch, halves);
-    for (int64_t at = 0; at < halves; at += LANES) {
-        store(scales + at, load(matrix.scales(panel) + at));
-        if (matrix.has_minimums()) store(minimums + at, load(matrix.minimums(panel) + at));
-    }
-    return {words, scales, minimums};
+    return {codes, scales, mins};
 }
 
-template <bool MINIMUMS>
+template <bool MINIMUMS, class Panel, int ROWS, int PANELS>
+static void multiply_panels(const LinearCall& call, const Activations& x, int64_t panel, const Panel* weight) {
+    in_tiles<ROWS>(x.first, x.end, [&](int64_t row, auto rows) {
+        grouped_tile<MINIMUMS, Panel, rows.value, PANELS>(call, x, row, panel, weight);
+    });
+}
+
+template <bool NIBBLES, bool MINIMUMS>
 static void multiply_grouped(const LinearCall& call, const Activations& x, int64_t first_panel, int64_t end_panel, char* scratch) {
+    using Packed = PackedPanel<NIBBLES, MINIMUMS>;
     const Matrix& matrix = *call.matrix;
+    const int64_t rows = x.end - x.first;
+    if (rows <= FEW_ROWS) {
+        for (int64_t panel = first_panel; panel < end_panel; panel++) {
+            const Packed weight{matrix.words(panel)};
+            multiply_panels<MINIMUMS, Packed, FEW_ROWS, 1>(call, x, panel, &weight);
+        }
+        return;
+    }
     for (int64_t panel = first_panel; panel < end_panel; panel += TILE_PANELS)
         with_constant<TILE_PANELS>(end_panel - panel, [&](auto panels) {
-            auto run = [&](auto nibbles, const auto* weight) {
-                in_tiles<GROUPED_ROWS>(x.first, x.end, [&](int64_t row, auto rows) {
-                    using Scale = std::decay_t<decltype(*weight->scales)>;
-                    grouped_tile<nibbles.value, MINIMUMS, Scale, rows.value, panels.value>(call, x, row, panel, weight);
-                });
-            };
-            if (x.end - x.first >= WORTH_UNPACKING) {
-                GroupedPanel<float> weight[panels.value];
-                char* free = scratch;
-                for (int p = 0; p < panels.value; p++) weight[p] = unpacked(matrix, panel + p, free);
-                return run(std::false_type{}, weight);
-            }
-            GroupedPanel<Float16> weight[panels.value];
-            for (int p = 0; p < panels.value; p++)
-                weight[p] = {matrix.words(panel + p), matrix.scales(panel + p), matrix.minimums(panel + p)};
-            if (matrix.storage() == Storage::nibbles) run(std::true_type{}, weight);
-            else run(std::false_type{}, weight);
+            Packed weight[panels.value];
+            for (int p = 0; p < panels.value; p++) weight[p] = {matrix.words(panel + p)};
+            if (rows < WORTH_UNPACKING) return multiply_panels<MINIMUMS, Packed, GROUPED_ROWS, panels.value>(call, x, panel, weight);
+            UnpackedPanel wide[panels.value];
+            char* free = scratch;
+            for (int p = 0; p < panels.value; p++) wide[p] = unpacked(weight[p], matrix.groups(), MINIMUMS, free);
+            multiply_panels<MINIMUMS, UnpackedPanel, GROUPED_ROWS, panels.value>(call, x, panel, wide);
         });
+}
+
+template <bool NIBBLES>
+static void multiply_grouped(const LinearCall& call, const Activations& x, int64_t first_panel, int64_t end_panel, char* scratch) {
+    if (call.matrix->has_minimums()) multiply_grouped<NIBBLES, true>(call, x, first_panel, end_panel, scratch);
+    else multiply_grouped<NIBBLES, false>(call, x, first_panel, end_panel, scratch);
 }
 
 static void multiply(const LinearCall& call, const Activations& x, int64_t first_panel, int64_t end_panel, char* scratch) {
     switch (call.matrix->storage()) {
         case Storage::float32: return multiply_dense<Float32Step>(call, x, first_panel, end_panel);
         case Storage::bfloat16: return multiply_dense<Bfloat16Step>(call, x, first_panel, end_panel);
-        default:
-            if (call.matrix->has_minimums()) multiply_grouped<true>(call, x, first_panel, end_panel, scratch);
-            else multiply_grouped<false>(call, x, first_panel, end_panel, scratch);
+        case Storage::bytes: return multiply_grouped<false>(call, x, first_panel, end_panel, scratch);
+        case Storage::nibbles: return multiply_grouped<true>(call, x, first_panel, end_panel, scratch);
     }
 }
 
@@ -366,11 +379,13 @@ static void embed_row(const Matrix& matrix, int64_t id, float by, T* out) {
     }
     const bool nibbles = matrix.storage() == Storage::nibbles;
     for (int64_t k = 0; k < size; k++) {
-        const int64_t group = k / GROUP, place = k % GROUP, at = nibbles ? group * 4 * WORD + place % (GROUP / 2) : k;
-        const int packed = words[at / WORD * STEP + at % WORD], code = nibbles ? packed >> place / (GROUP / 2) * 4 & 15 : packed;
-        const float scale = widened(matrix.scales(panel)[group * PANEL + lane]);
-        if (matrix.has_minimums()) narrow((float(code) * scale + widened(matrix.minimums(panel)[group * PANEL + lane])) * by, out[k]);
-        else narrow(float(code - matrix.zero()) * scale * by, out[k]);
+        const uint8_t* group = matrix.words(panel) + k / GROUP * matrix.group_bytes();
+        const int64_t place = k % GROUP, at = nibbles ? place % (GROUP / 2) : place;
+        const int packed = group[at / WORD * STEP + lane * WORD + at % WORD];
+        const int code = nibbles ? packed >> place / (GROUP / 2) * 4 & 15 : packed;
+        const Float16* scale = reinterpret_cast<const Float16*>(group + code_bytes(nibbles)) + lane;
+        if (matrix.has_minimums()) narrow((float(code) * widened(*scale) + widened(scale[PANEL])) * by, out[k]);
+        else narrow(float(code - matrix.zero()) * widened(*scale) * by, out[k]);
     }
 }
 

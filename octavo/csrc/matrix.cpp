@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <new>
 #include <stdexcept>
 #ifdef __linux__
@@ -11,33 +12,46 @@
 namespace octavo {
 
 constexpr int64_t CACHE_LINE = 64, WORD = 4;
-// A weight of this size is worth whole huge pages: the last is half empty on average.
-constexpr size_t HUGE_PAGE = size_t(2) << 20, WORTH_HUGE_PAGES = 4 * HUGE_PAGE;
+// Weights lie side by side in slabs of huge pages: pages of 4 KiB, or an allocation each, cost a decode step 4 to 6%.
+constexpr size_t HUGE_PAGE = size_t(2) << 20, SLAB = 16 * HUGE_PAGE;
 
 static int64_t divided(int64_t size, int64_t by) { return (size + by - 1) / by; }
 
-static uint8_t* allocate(size_t bytes) {
-    const bool huge = bytes >= WORTH_HUGE_PAGES;
+using Memory = std::shared_ptr<uint8_t[]>;
+
+static Memory huge_pages(size_t bytes) {
     void* memory = nullptr;
-    if (posix_memalign(&memory, huge ? HUGE_PAGE : CACHE_LINE, std::max<size_t>(bytes, 1))) throw std::bad_alloc();
+    if (posix_memalign(&memory, HUGE_PAGE, bytes)) throw std::bad_alloc();
 #ifdef __linux__
-    if (huge) madvise(memory, bytes, MADV_HUGEPAGE);
+    madvise(memory, bytes, MADV_HUGEPAGE);
 #endif
-    return static_cast<uint8_t*>(memory);
+    return {static_cast<uint8_t*>(memory), std::free};
+}
+
+// A slab lives as long as the last weight in it.
+static Memory allocate(size_t bytes) {
+    static std::mutex lock;
+    static std::weak_ptr<uint8_t[]> latest;
+    static size_t used;
+    if (bytes >= SLAB / 4) return huge_pages(bytes);
+    const std::lock_guard<std::mutex> locked(lock);
+    Memory slab = latest.lock();
+    if (!slab || used + bytes > SLAB) {
+        slab = huge_pages(SLAB);
+        latest = slab;
+        used = 0;
+    }
+    uint8_t* memory = slab.get() + used;
+    used += bytes;  // whole cache lines, as panels are
+    return {std::move(slab), memory};
 }
 
 Matrix::Matrix(Storage storage, int64_t outputs, int64_t inputs, int64_t inputs_per_step, bool minimums, int zero)
-    : kind(storage), zero_code(zero), num_outputs(outputs), num_inputs(inputs) {
+    : kind(storage), minimums(minimums), zero_code(zero), num_outputs(outputs), num_inputs(inputs) {
     if (outputs <= 0 || inputs <= 0) throw std::invalid_argument("a weight needs at least one output and one input");
     num_steps = is_grouped() ? groups() * (GROUP / inputs_per_step) : divided(inputs, inputs_per_step);
-    bytes_of_panel = num_steps * PANEL * WORD;
-    if (is_grouped()) {
-        const int64_t halves = groups() * PANEL * int64_t(sizeof(Float16));
-        scales_at = bytes_of_panel;
-        minimums_at = scales_at + (minimums ? halves : 0);
-        bytes_of_panel = divided(minimums_at + halves, CACHE_LINE) * CACHE_LINE;
-    }
-    memory.reset(allocate(bytes()));
+    bytes_of_panel = is_grouped() ? divided(groups() * group_bytes(), CACHE_LINE) * CACHE_LINE : num_steps * PANEL * WORD;
+    memory = allocate(bytes());
 }
 
 Matrix::Matrix(const float* weight, int64_t outputs, int64_t inputs, int64_t stride)
@@ -57,8 +71,9 @@ Matrix::Matrix(Storage storage, const GroupedSource& source, int64_t outputs, in
     for (int64_t panel = 0; panel < count; panel++) {
         std::memset(memory.get() + panel * bytes_of_panel, 0, bytes_of_panel);
         pack_codes(source, panel);
-        pack_halves(source.scales, panel, scales_at);
-        if (source.minimums) pack_halves(source.minimums, panel, minimums_at);
+        const int64_t codes = code_bytes(kind == Storage::nibbles);
+        pack_halves(source.scales, panel, codes);
+        if (source.minimums) pack_halves(source.minimums, panel, codes + PANEL * sizeof(Float16));
     }
 }
 
@@ -83,21 +98,19 @@ void Matrix::pack_codes(const GroupedSource& source, int64_t panel) {
     for (int64_t lane = 0; lane < lanes; lane++) {
         const uint8_t* row = source.codes + (panel * PANEL + lane) * num_inputs;
         for (int64_t k = 0; k < num_inputs; k++) {
-            if (kind == Storage::bytes) {
-                to[(k / WORD * PANEL + lane) * WORD + k % WORD] = row[k];
-                continue;
-            }
-            const int64_t group = k / GROUP, place = k % (GROUP / 2), upper = k % GROUP / (GROUP / 2);
-            to[((group * 4 + place / WORD) * PANEL + lane) * WORD + place % WORD] |= uint8_t((row[k] & 15) << 4 * upper);
+            uint8_t* group = to + k / GROUP * group_bytes();
+            const int64_t upper = kind == Storage::nibbles ? k % GROUP / (GROUP / 2) : 0, place = k % GROUP - upper * (GROUP / 2);
+            group[(place / WORD * PANEL + lane) * WORD + place % WORD] |= uint8_t(row[k] << 4 * upper);
         }
     }
 }
 
 void Matrix::pack_halves(const Float16* from, int64_t panel, int64_t at) {
-    auto to = reinterpret_cast<Float16*>(memory.get() + panel * bytes_of_panel + at);
     const int64_t lanes = std::min<int64_t>(PANEL, num_outputs - panel * PANEL), count = groups();
-    for (int64_t lane = 0; lane < lanes; lane++)
-        for (int64_t group = 0; group < count; group++) to[group * PANEL + lane] = from[(panel * PANEL + lane) * count + group];
+    for (int64_t group = 0; group < count; group++) {
+        auto to = reinterpret_cast<Float16*>(memory.get() + panel * bytes_of_panel + group * group_bytes() + at);
+        for (int64_t lane = 0; lane < lanes; lane++) to[lane] = from[(panel * PANEL + lane) * count + group];
+    }
 }
 
 }  // namespace octavo
