@@ -1,13 +1,12 @@
 #include "matrix.hpp"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstring>
 #include <mutex>
 #include <new>
 #include <stdexcept>
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
 
 namespace octavo {
 
@@ -19,13 +18,17 @@ static int64_t divided(int64_t size, int64_t by) { return (size + by - 1) / by; 
 
 using Memory = std::shared_ptr<uint8_t[]>;
 
+// Fresh from the system: what the heap gives has been used, and would stay resident where no weight comes to lie.
 static Memory huge_pages(size_t bytes) {
-    void* memory = nullptr;
-    if (posix_memalign(&memory, HUGE_PAGE, bytes)) throw std::bad_alloc();
+    const size_t mapped = bytes + HUGE_PAGE;
+    void* memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    const Memory whole(static_cast<uint8_t*>(memory), [mapped](uint8_t* at) { munmap(at, mapped); });
+    uint8_t* aligned = whole.get() + (HUGE_PAGE - reinterpret_cast<uintptr_t>(memory) % HUGE_PAGE) % HUGE_PAGE;
 #ifdef __linux__
-    madvise(memory, bytes, MADV_HUGEPAGE);
+    madvise(aligned, bytes, MADV_HUGEPAGE);
 #endif
-    return {static_cast<uint8_t*>(memory), std::free};
+    return {whole, aligned};
 }
 
 // A slab lives as long as the last weight in it.

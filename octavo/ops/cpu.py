@@ -56,7 +56,8 @@ class CpuOps(ReferenceOps):
         if isa not in known:
             raise ConfigError(f"{ISA_VARIABLE}: {isa!r}; this processor runs {', '.join(known)}")
         self._native = _native.Backend(isa)
-        _keep_freed_memory()
+        self._runs = False
+        _return_freed_memory()
 
         self._recordings: dict[int, _Recording | None] = {}
         self._made: list[Tensor] | None = None
@@ -67,6 +68,9 @@ class CpuOps(ReferenceOps):
 
     def run(self, forward: Forward, token_ids: Tensor, positions: Tensor, kv: list[LayerKV], batch: AttentionBatch) -> Tensor:
         """See `Ops.run`. With few tokens Python takes longer over a layer's calls than the kernels do, so it makes them once."""
+        if not self._runs:
+            _keep_freed_memory()
+            self._runs = True
         count = len(token_ids)
         if count > RECORDED_TOKENS:
             return forward(token_ids, positions, kv, batch)
@@ -280,6 +284,12 @@ class CpuOps(ReferenceOps):
             softcap or 0.0,
         )
         return out
+
+
+def _return_freed_memory() -> None:
+    """Have glibc give back what loading takes for a moment: the weights come to lie elsewhere, and nothing else would fill it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def _keep_freed_memory() -> None:
