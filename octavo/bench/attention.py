@@ -57,6 +57,7 @@ def measure(
     import torch
 
     from octavo import ops
+    from octavo.worker.pages import Pages
 
     backend = ops.backend(torch.device("cpu"))
     taken: dict[int, list[float]] = {size: [] for size in block_sizes}
@@ -66,7 +67,9 @@ def measure(
         # Numbers, for memory that nobody wrote to is one page, many times.
         noise = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).bfloat16().view(torch.uint8)
         most = max(blocks[size] * shapes[size].num_bytes for size in block_sizes)
-        memory = noise.repeat(-(-most // len(noise)))[:most]
+        memory = Pages(most).tensor((most,), torch.uint8)  # of the kind that the engine has
+        for start in range(0, most, len(noise)):
+            memory[start : start + len(noise)] = noise[: most - start]
         steps = {size: _step(memory, sequence_lengths, shapes[size]) for size in block_sizes}
         for repeat in range(repeats + 1):
             for size, (region, batch) in steps.items():
