@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +57,7 @@ class CpuOps(ReferenceOps):
         if isa not in known:
             raise ConfigError(f"{ISA_VARIABLE}: {isa!r}; this processor runs {', '.join(known)}")
         self._native = _native.Backend(isa)
-        self._runs = False
-        _return_freed_memory()
+        _keep_freed_memory()
 
         self._recordings: dict[int, _Recording | None] = {}
         self._made: list[Tensor] | None = None
@@ -66,11 +66,16 @@ class CpuOps(ReferenceOps):
     def isa(self) -> str:
         return self._native.name
 
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        _return_freed_memory()
+        try:
+            yield
+        finally:
+            _keep_freed_memory()
+
     def run(self, forward: Forward, token_ids: Tensor, positions: Tensor, kv: list[LayerKV], batch: AttentionBatch) -> Tensor:
         """See `Ops.run`. With few tokens Python takes longer over a layer's calls than the kernels do, so it makes them once."""
-        if not self._runs:
-            _keep_freed_memory()
-            self._runs = True
         count = len(token_ids)
         if count > RECORDED_TOKENS:
             return forward(token_ids, positions, kv, batch)
@@ -287,9 +292,11 @@ class CpuOps(ReferenceOps):
 
 
 def _return_freed_memory() -> None:
-    """Have glibc give back what loading takes for a moment: the weights come to lie elsewhere, and nothing else would fill it."""
+    """Have glibc give back what is freed: the weights come to lie elsewhere, and nothing else would fill it."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, 1 << 20)
+        mallopt(M_TRIM_THRESHOLD, 1 << 20)
 
 
 def _keep_freed_memory() -> None:

@@ -7,6 +7,7 @@ against `reference.py` by one conformance suite.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -100,6 +101,9 @@ class Ops(Protocol):
     """Operators of one backend on one device. Results of a token never depend on the other tokens of the call."""
 
     device: torch.device
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Around the calls of `matrix`: what they and their callers take for a moment is given back to the system."""
 
     def run(self, forward: Forward, token_ids: Tensor, positions: Tensor, kv: list[LayerKV], batch: AttentionBatch) -> Tensor:
         """Call a model's `forward`, or do again what it did on an earlier call with as many tokens.

@@ -8,6 +8,7 @@ fixed tiles of it, added in order.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -44,6 +45,9 @@ class ReferenceOps:
         # oneDNN's AVX-512 bf16 products give a row the same bits at every row count above one; its AMX ones do not.
         amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)()
         self._invariant = {torch.bfloat16} if device.type == "cpu" and not amx else set()
+
+    def loading(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def run(self, forward: Forward, token_ids: Tensor, positions: Tensor, kv: list[LayerKV], batch: AttentionBatch) -> Tensor:
         return forward(token_ids, positions, kv, batch)

@@ -73,7 +73,8 @@ class Runner:
         self._ops = ops.backend(self.device)
         with torch.inference_mode():
             weights = Weights(checkpoint, dtype, self._ops, config.model.quantization, on_tensor)
-            self.model = decoder(self._ops, weights, model_config, reach)
+            with self._ops.loading():
+                self.model = decoder(self._ops, weights, model_config, reach)
             _check_untaken(weights)
             shape = BlockShape(
                 num_layers=model_config.num_layers,
