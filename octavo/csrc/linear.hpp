@@ -226,9 +226,18 @@ static UnpackedPanel unpacked(const Packed& packed, int64_t groups, bool minimum
     return {codes, scales, mins};
 }
 
+// What is read next, fetched bit by bit while these panels are multiplied.
+struct Ahead {
+    const uint8_t* at;
+    int64_t bytes;
+};
+
 template <bool MINIMUMS, class Panel, int ROWS, int PANELS>
-static void multiply_panels(const LinearCall& call, const Activations& x, int64_t panel, const Panel* weight) {
+static void multiply_panels(const LinearCall& call, const Activations& x, int64_t panel, const Panel* weight, Ahead ahead = {}) {
+    const int64_t each = ahead.bytes / (x.end - x.first);
     in_tiles<ROWS>(x.first, x.end, [&](int64_t row, auto rows) {
+        const uint8_t* from = ahead.at + (row - x.first) * each;
+        for (int64_t at = 0; at < rows.value * each; at += 64) __builtin_prefetch(from + at, 0, 2);
         grouped_tile<MINIMUMS, Panel, rows.value, PANELS>(call, x, row, panel, weight);
     });
 }
@@ -253,7 +262,9 @@ static void multiply_grouped(const LinearCall& call, const Activations& x, int64
             UnpackedPanel wide[panels.value];
             char* free = scratch;
             for (int p = 0; p < panels.value; p++) wide[p] = unpacked(weight[p], matrix.groups(), MINIMUMS, free);
-            multiply_panels<MINIMUMS, UnpackedPanel, GROUPED_ROWS, panels.value>(call, x, panel, wide);
+            const int64_t next = panel + panels.value, left = end_panel - next, bytes = matrix.panel_bytes();
+            multiply_panels<MINIMUMS, UnpackedPanel, GROUPED_ROWS, panels.value>(
+                call, x, panel, wide, {matrix.words(next), (left < TILE_PANELS ? left : TILE_PANELS) * bytes});
         });
 }
 
