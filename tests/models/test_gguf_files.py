@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.models.checkpoints import GEMMA2, GRANITE, OLMO3, SMOLLM3, ids, make
+from tests.models.checkpoints import GEMMA2, GRANITE, MIXTRAL, OLMO3, QWEN3_MOE, SMOLLM3, ids, make
 from tests.models.gguf_files import write_gguf
 from tests.oracle import logits, make_runner, reference_logits
 
@@ -21,6 +21,13 @@ FILES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "gemma2",
         GEMMA2 | {"query_pre_attn_scalar": 16},
         {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0},
+    ),
+    "mixtral": ("llama", "mixtral", MIXTRAL | NARROW, {"expert_count": 5, "expert_used_count": 2}),
+    "qwen3 moe": (
+        "qwen3moe",
+        "qwen3_moe",
+        QWEN3_MOE,
+        {"expert_count": 6, "expert_used_count": 3, "expert_feed_forward_length": 24},
     ),
     "granite": ("granite", "granite", GRANITE | NARROW, SCALES),
     "olmo 2": ("olmo2", "olmo2", {"pad_token_id": 0} | NARROW, {}),
