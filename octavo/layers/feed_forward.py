@@ -1,4 +1,4 @@
-"""The gated feed-forward of a layer, https://arxiv.org/abs/2002.05202: one for all tokens, or many experts of which each token chooses a few."""
+"""A layer's feed-forward, https://arxiv.org/abs/2002.05202: one for all tokens, or experts of which each token chooses a few."""
 
 from __future__ import annotations
 
