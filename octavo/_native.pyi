@@ -111,6 +111,26 @@ class Backend:
     def linear(
         self, matrix: Matrix, x: int, x_stride: int, x_bfloat16: bool, rows: int, bias: int, out: int, out_bfloat16: bool, /
     ) -> None: ...
+    def route(self, logits: int, stride: int, tokens: int, size: int, count: int, over_chosen: bool, places: int, weights: int, /) -> None:
+        """places: int64 [tokens, count]. weights: float32 [tokens, count]. Raises ValueError where count is none of 1 to size."""
+
+    def experts(
+        self,
+        gate_up: list[Matrix],
+        down: list[Matrix],
+        x: int,
+        x_stride: int,
+        bfloat16: bool,
+        tokens: int,
+        choices: int,
+        weights: int,
+        count: int,
+        activation: int,
+        out: int,
+        /,
+    ) -> None:
+        """choices: int64 [tokens, count]. Raises IndexError for one that is no expert, ValueError where shapes do not fit together."""
+
     def embedding(self, matrix: Matrix, ids: int, tokens: int, out: int, out_bfloat16: bool, scale: float, /) -> None:
         """Raises IndexError for an id that the matrix does not have."""
 

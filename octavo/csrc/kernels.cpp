@@ -24,6 +24,8 @@ const Kernels kernels{
     rms_norm,
     activate_and_mul,
     softcap,
+    route,
+    combine,
     mask,
     argmax,
     look_bytes,

@@ -156,6 +156,27 @@ struct ScoreCall {
     int64_t* ranks;
 };
 
+// logits [tokens, size] -> the `count` largest of each, of equal ones the lower first: places and weights [tokens, count]. A weight is
+// the share of the softmax over all, or over those chosen.
+struct RouteCall {
+    const float* logits;
+    int64_t stride;
+    int size, count;
+    bool over_chosen;
+    int64_t* places;
+    float* weights;
+};
+
+// Rows of x [.., size], `count` for each token -> their sum, each times its weight, added in order. rows, weights: [tokens, count].
+struct CombineCall {
+    const float* x;
+    const int64_t* rows;
+    const float* weights;
+    int count, size;
+    void* out;
+    Element type;
+};
+
 // ids [tokens] -> out [tokens, inputs], times scale.
 struct EmbeddingCall {
     const Matrix* matrix;
@@ -177,6 +198,8 @@ struct Kernels {
     void (*rms_norm)(const NormCall&, int64_t token);
     void (*activate_and_mul)(const GateCall&, int64_t token);
     void (*softcap)(const CapCall&, int64_t row);
+    void (*route)(const RouteCall&, int64_t token);
+    void (*combine)(const CombineCall&, int64_t token);
     void (*mask)(const MaskCall&, int64_t row);
     void (*argmax)(const ArgmaxCall&, int64_t row);
     // Bytes of scratch for one call of sample or score.

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention_plan.hpp"
+#include "experts.hpp"
 #include "kernels.hpp"
 #include "matrix.hpp"
 #include "products.hpp"
@@ -109,6 +110,20 @@ public:
         const LinearCall call{&matrix, at<void>(x), element(x_bfloat16), x_stride, rows, at<float>(bias), at<void>(out),
                               element(out_bfloat16), matrix.outputs()};
         perform([=, kernels = kernels] { octavo::linear(*kernels, call); });
+    }
+
+    void route(uintptr_t logits, int64_t stride, int64_t tokens, int size, int count, bool over_chosen, uintptr_t places, uintptr_t weights) {
+        if (count < 1 || count > size) throw std::invalid_argument(std::to_string(count) + " of " + std::to_string(size) + " experts");
+        const RouteCall call{at<float>(logits), stride, size, count, over_chosen, at<int64_t>(places), at<float>(weights)};
+        perform([=, kernels = kernels] { by_token(kernels->route, call, tokens, size); });
+    }
+
+    void experts(std::vector<const Matrix*> gate_up, std::vector<const Matrix*> down, uintptr_t x, int64_t x_stride, bool bfloat16,
+                 int64_t tokens, uintptr_t choices, uintptr_t weights, int count, int activation, uintptr_t out) {
+        perform([=, kernels = kernels] {
+            octavo::experts(*kernels, {at<void>(x), element(bfloat16), x_stride, tokens, at<int64_t>(choices), at<float>(weights), count, gate_up,
+                                       down, Activation(activation), at<void>(out)});
+        });
     }
 
     void embedding(const Matrix& matrix, uintptr_t ids, int64_t tokens, uintptr_t out, bool out_bfloat16, float scale) {
@@ -214,6 +229,8 @@ NB_MODULE(_native, m) {
         .def("rms_norm", &Backend::rms_norm, nb::call_guard<nb::gil_scoped_release>())
         .def("activate_and_mul", &Backend::activate_and_mul, nb::call_guard<nb::gil_scoped_release>())
         .def("linear", &Backend::linear, nb::call_guard<nb::gil_scoped_release>())
+        .def("route", &Backend::route, nb::call_guard<nb::gil_scoped_release>())
+        .def("experts", &Backend::experts, nb::call_guard<nb::gil_scoped_release>())
         .def("embedding", &Backend::embedding, nb::call_guard<nb::gil_scoped_release>())
         .def("softcap", &Backend::softcap, nb::call_guard<nb::gil_scoped_release>())
         .def("mask", &Backend::mask, nb::call_guard<nb::gil_scoped_release>())

@@ -19,6 +19,8 @@ constexpr int64_t ROWS_PREPARED_BY_ALL = 8;
 constexpr int64_t ROWS_TOGETHER = 192;
 // Panels that one thread does together.
 constexpr int64_t PANELS_TOGETHER = 2;
+// Panels of a part that one thread takes at a time.
+constexpr int64_t PANELS_TAKEN = 8;
 
 // Rounded up, for a numerator that may be negative.
 static int64_t divided(int64_t size, int64_t by) { return size > 0 ? (size + by - 1) / by : 0; }
@@ -57,6 +59,53 @@ void linear(const Kernels& kernels, const LinearCall& call) {
             const int64_t first_panel = divided(from - block, blocks) * PANELS_TOGETHER;
             const int64_t end_panel = std::min(matrix.panels(), divided(to - block, blocks) * PANELS_TOGETHER);
             if (first_panel < end_panel) kernels.multiply(call, {at + first * stride, stride, first, end}, first_panel, end_panel, scratch);
+        }
+    }
+}
+
+void linear_in_parts(const Kernels& kernels, const LinearCall& call, const std::vector<Part>& parts) {
+    struct Item {
+        LinearCall call;
+        int64_t first, end, first_panel;
+    };
+    std::vector<Item> items;
+    int64_t row_bytes = 0, scratch_bytes = 0, work = 0;
+    auto with_matrix = [&](const Part& part) {
+        LinearCall own = call;
+        own.matrix = part.matrix;
+        return own;
+    };
+    for (const Part& part : parts) {
+        const LinearCall own = with_matrix(part);
+        row_bytes = std::max<int64_t>(row_bytes, kernels.prepared_bytes(own));
+        scratch_bytes = std::max<int64_t>(scratch_bytes, kernels.product_bytes(own));
+        work += (part.end - part.first) * part.matrix->outputs() * part.matrix->inputs();
+        for (int64_t panel = 0; panel < part.matrix->panels(); panel += PANELS_TAKEN) items.push_back({own, part.first, part.end, panel});
+    }
+    static thread_local Buffer prepared_rows;
+    char* prepared = take(prepared_rows, call.rows * row_bytes);
+#pragma omp parallel if (work >= WORTH_SHARING)
+    {
+        static thread_local Buffer scratch_buffer;
+        char* scratch = take(scratch_buffer, scratch_bytes);
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < parts.size(); i++) {
+            const LinearCall own = with_matrix(parts[i]);
+            if (!kernels.prepared_bytes(own)) continue;
+            for (int64_t row = parts[i].first; row < parts[i].end; row++) kernels.prepare(own, row, prepared + row * row_bytes);
+        }
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < items.size(); i++) {
+            const Item& item = items[i];
+            const bool as_it_is = !kernels.prepared_bytes(item.call);
+            const char* at = as_it_is ? static_cast<const char*>(call.x) : prepared;
+            const int64_t stride = as_it_is ? call.x_stride * (call.x_type == Element::bfloat16 ? 2 : 4) : row_bytes;
+            const int64_t rows = item.end - item.first, blocks = divided(rows, ROWS_TOGETHER);
+            const int64_t end_panel = std::min(item.call.matrix->panels(), item.first_panel + PANELS_TAKEN);
+            for (int64_t block = 0; block < blocks; block++) {
+                const int64_t first = item.first + rows * block / blocks, end = item.first + rows * (block + 1) / blocks;
+                kernels.multiply(item.call, {at + first * stride, stride, first, end}, item.first_panel, end_panel, scratch);
+            }
         }
     }
 }

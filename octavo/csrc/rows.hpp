@@ -73,6 +73,48 @@ static void softcap(const CapCall& call, int64_t row) {
     });
 }
 
+static void route(const RouteCall& call, int64_t token) {
+    const float* x = call.logits + token * call.stride;
+    int64_t* places = call.places + token * call.count;
+    float* weights = call.weights + token * call.count;
+    int held = 0;
+    for (int i = 0; i < call.size; i++) {
+        if (held == call.count && !(x[i] > x[places[held - 1]])) continue;
+        int at = held < call.count ? held++ : held - 1;
+        for (; at > 0 && x[i] > x[places[at - 1]]; at--) places[at] = places[at - 1];
+        places[at] = i;
+    }
+    const float peak = x[places[0]];
+    for (int i = 0; i < call.count; i++) weights[i] = x[places[i]] - peak;
+    double sum = 0;
+    in_vectors(call.count, [&](int i, int count) { store_some(weights + i, exponential(load_some(weights + i, count)), count); });
+    if (call.over_chosen) {
+        for (int i = 0; i < call.count; i++) sum += weights[i];
+    } else {
+        Floats shares = {};
+        in_vectors(call.size, [&](int i, int count) {
+            shares += within(exponential(load_some(x + i, count) - broadcast(peak)), 0, 0, count, 0.0f);
+        });
+        sum = total(shares);
+    }
+    for (int i = 0; i < call.count; i++) weights[i] = float(weights[i] / sum);
+}
+
+template <class T>
+static void combine_rows(const CombineCall& call, int64_t token) {
+    T* out = static_cast<T*>(call.out) + token * call.size;
+    in_vectors(call.size, [&](int i, int width) {
+        Floats sum = {};
+        for (int64_t at = token * call.count; at < (token + 1) * call.count; at++)
+            sum = fused(load_some(call.x + call.rows[at] * call.size + i, width), broadcast(call.weights[at]), sum);
+        store_some(out + i, sum, width);
+    });
+}
+
+static void combine(const CombineCall& call, int64_t token) {
+    call.type == Element::float32 ? combine_rows<float>(call, token) : combine_rows<Bfloat16>(call, token);
+}
+
 static void argmax(const ArgmaxCall& call, int64_t row) {
     const float* x = call.x + row * call.stride;
     Floats top = broadcast(NONE), poison = {};

@@ -85,8 +85,17 @@ class Weights:
         return matrix
 
     def untaken(self) -> list[str]:
-        """Names that no layer asked for."""
-        return sorted(self._names - self._taken)
+        """Names that no layer asked for, save what changes nothing."""
+        return [name for name in sorted(self._names - self._taken) if not self._changes_nothing(name)]
+
+    def _changes_nothing(self, name: str) -> bool:
+        """Of a bias of zeros: GPTQ's writers give one to every matrix."""
+        weight = f"{name.removesuffix('bias')}weight"
+        if weight not in self._names or self._checkpoint.dtype(weight) is not None:
+            return False
+        values = torch.empty(self._checkpoint.shape(name))
+        self._checkpoint.read(name, values)
+        return not bool(values.any())
 
     def _sizes(self, names: list[str], shape: tuple[int, ...]) -> list[int]:
         """Rows of each tensor."""

@@ -20,9 +20,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
         ggufs = sorted(path.glob("*.gguf"))
         if (path / "config.json").is_file():
             from octavo.loading.composite import text_model
+            from octavo.loading.packed import unpacked
             from octavo.loading.safetensors import SafetensorsCheckpoint
 
-            return text_model(SafetensorsCheckpoint(path))
+            return text_model(unpacked(SafetensorsCheckpoint(path)))
         if len(ggufs) > 1:
             raise CheckpointError(f"{path}: holds several models, name one: {', '.join(file.name for file in ggufs)}")
         if not ggufs:

@@ -9,6 +9,7 @@ import torch
 
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.fields import Fields
+from octavo.quantization import Grouped
 
 GEMMA3 = {
     "model_type": "gemma3_text",
@@ -51,6 +52,9 @@ class _TextModel(Checkpoint):
 
     def read_rows(self, name: str, start: int, out: torch.Tensor) -> None:
         self._whole.read_rows(self._name(name), start, out)
+
+    def grouped(self, name: str) -> Grouped | None:
+        return self._whole.grouped(self._name(name))
 
     def close(self) -> None:
         self._whole.close()

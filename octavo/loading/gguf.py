@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,9 @@ class GGUFCheckpoint(Checkpoint):
             raise CheckpointError(f"{path} holds a model of architecture {name!r}; supported: {', '.join(ARCHITECTURES)}")
         self._architecture = ARCHITECTURES[name]
         try:
-            self._tensors = {hf_name(tensor.name, self._architecture.layer_names): tensor for tensor in header.tensors.values()}
+            self._tensors: dict[str, TensorInfo] = {}
+            for tensor in header.tensors.values():
+                self._tensors |= _apart(hf_name(tensor.name, self._architecture.layer_names), tensor)
             self.config = _Configuration(header, name).as_hf()
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from error
@@ -141,6 +143,17 @@ def hf_name(name: str, layer_names: Mapping[str, str] = LAYER_NAMES) -> str:
     raise ValueError(f"tensor {name!r} has no place in this architecture")
 
 
+def _apart(name: str, tensor: TensorInfo) -> dict[str, TensorInfo]:
+    """A tensor by its name; one of all experts as theirs, numbered in place of the name's braces."""
+    if "{}" not in name:
+        return {name: tensor}
+    if len(tensor.shape) != 3:
+        raise ValueError(f"tensor {tensor.name!r} has shape {list(tensor.shape)}, and one of all experts has three dimensions")
+    count, nbytes = tensor.shape[0], tensor.nbytes // tensor.shape[0]
+    parts = (replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + i * nbytes, nbytes=nbytes) for i in range(count))
+    return {name.format(number): part for number, part in enumerate(parts)}
+
+
 class _Configuration:
     """An HF `config.json` from GGUF metadata. Raises ValueError for a key that is missing or makes no sense."""
 
@@ -151,8 +164,11 @@ class _Configuration:
 
     def as_hf(self) -> dict[str, Any]:
         tensors = self._header.tensors
-        if self._get("expert_count", int, 0):
-            raise ValueError("the model is a mixture of experts, which is not supported")
+        keys = self._architecture.keys
+        if self._get("expert_count", int, 0) and "num_local_experts" not in keys:
+            raise ValueError("the model is a mixture of experts, which is not supported of this architecture")
+        if (gating := self._get("expert_gating_func", int, 1)) != 1:
+            raise ValueError(f"its experts are chosen by gating function {gating}; supported: 1, softmax")
         hidden_size, heads = self._get("embedding_length", int), self._get("attention.head_count", int)
         head_dim = self._get("attention.key_length", int, hidden_size // max(heads, 1))
         config = {
@@ -173,10 +189,8 @@ class _Configuration:
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         }
+        config |= {name: value for name, (key, kind) in keys.items() if (value := self._get(key, kind, None)) is not None}
         self._check_against_tensors(config)
-        for name, (key, kind) in self._architecture.keys.items():
-            if (value := self._get(key, kind, None)) is not None:
-                config[name] = value
         config |= self._architecture.implied(config)
         if (rotary := self._get("rope.dimension_count", int, head_dim)) < head_dim:
             config["partial_rotary_factor"] = rotary / head_dim
@@ -193,17 +207,22 @@ class _Configuration:
         layers = {int(name.split(".")[1]) for name in self._header.tensors if name.startswith("blk.")}
         if layers != set(range(len(layers))) or len(layers) != config["num_hidden_layers"]:
             raise ValueError(f"its metadata announces {config['num_hidden_layers']} layers, and {len(layers)} are there")
-        for name, rows in {
-            "token_embd": config["vocab_size"],
-            "blk.0.attn_q": config["num_attention_heads"] * head_dim,
-            "blk.0.attn_k": config["num_key_value_heads"] * head_dim,
-            "blk.0.ffn_up": config["intermediate_size"],
-        }.items():
+        inner, experts = config["intermediate_size"], config.get("num_local_experts")
+        expected: dict[str, tuple[int, ...]] = {
+            "token_embd": (config["vocab_size"],),
+            "blk.0.attn_q": (config["num_attention_heads"] * head_dim,),
+            "blk.0.attn_k": (config["num_key_value_heads"] * head_dim,),
+        }
+        if experts:
+            expected["blk.0.ffn_up_exps"] = (experts, config.get("moe_intermediate_size", inner))
+        else:
+            expected["blk.0.ffn_up"] = (inner,)
+        for name, rows in expected.items():
             tensor = self._header.tensors.get(f"{name}.weight")
             if tensor is None:
                 raise ValueError(f"tensor '{name}.weight' is missing")
-            if tensor.shape != (rows, hidden_size):
-                raise ValueError(f"tensor '{name}.weight' has shape {list(tensor.shape)}, and its metadata implies {[rows, hidden_size]}")
+            if tensor.shape != (*rows, hidden_size):
+                raise ValueError(f"tensor '{name}.weight' has shape {list(tensor.shape)}, and its metadata implies {[*rows, hidden_size]}")
 
     def _rope_scaling(self) -> dict[str, Any] | None:
         linear = self._get("rope.scale_linear", float, 0.0)

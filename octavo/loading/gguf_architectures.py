@@ -25,6 +25,19 @@ FOLLOWED_NAMES = {name: hf for name, hf in LAYER_NAMES.items() if name not in ("
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 """Of layers whose norms come after attention and feed-forward."""
+EXPERTS_NAMES = LAYER_NAMES | {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+"""Experts of one kind are one tensor there, and one each in HF's."""
+MIXTRAL_NAMES = LAYER_NAMES | {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
 SANDWICHED_NAMES = FOLLOWED_NAMES | {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
 
 
@@ -44,6 +57,7 @@ class Architecture:
     norm_offset: float = 0.0
 
 
+EXPERTS_KEYS = {"num_local_experts": ("expert_count", int), "num_experts_per_tok": ("expert_used_count", int)}
 GELU = {"hidden_act": "gelu_pytorch_tanh"}
 
 
@@ -59,9 +73,22 @@ def _gemma(largest: int) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
 
 
 ARCHITECTURES = {
-    "llama": Architecture(model_type="llama", interleaved=True),
+    # Mixtral goes by the same name, with experts.
+    "llama": Architecture(
+        model_type="llama",
+        layer_names=MIXTRAL_NAMES,
+        keys=EXPERTS_KEYS,
+        implied=lambda config: {"model_type": "mixtral"} if config.get("num_local_experts") else {},
+        interleaved=True,
+    ),
     "qwen2": Architecture(model_type="qwen2"),
     "qwen3": Architecture(model_type="qwen3"),
+    "qwen3moe": Architecture(
+        model_type="qwen3_moe",
+        layer_names=EXPERTS_NAMES,
+        keys=EXPERTS_KEYS | {"moe_intermediate_size": ("expert_feed_forward_length", int)},
+        implied=lambda config: {"norm_topk_prob": True},
+    ),
     "gemma": Architecture(model_type="gemma", implied=lambda config: GELU, norm_offset=1.0),
     "gemma2": Architecture(
         model_type="gemma2",

@@ -47,10 +47,18 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def dtype(self, name: str) -> torch.dtype:
         """How a tensor is stored. Raises CheckpointError for a type that is no float of 16, 32 or 64 bits."""
-        stored = self._slice(name).get_dtype()
-        if stored not in DTYPES:
-            raise CheckpointError(f"{self.path}: {name} is stored as {stored}; allowed: {', '.join(DTYPES)}")
-        return DTYPES[stored]
+        kind = self.stored_as(name)
+        if kind not in DTYPES:
+            raise CheckpointError(f"{self.path}: {name} is stored as {kind}; allowed: {', '.join(DTYPES)}")
+        return DTYPES[kind]
+
+    def stored_as(self, name: str) -> str:
+        """The file's name for a tensor's type."""
+        return str(self._slice(name).get_dtype())
+
+    def stored(self, name: str) -> torch.Tensor:
+        """A tensor of any type, as it is."""
+        return self._slice(name)[:]
 
     @torch.no_grad()
     def read(self, name: str, out: torch.Tensor) -> None:
@@ -115,9 +123,6 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     config = _read_json(path)
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"{path}: model_type is missing, so the architecture is unknown")
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise CheckpointError(f"{path}: weights quantized by {method} cannot be read; allowed: {', '.join(DTYPES)}, or a GGUF file")
     return config
 
 

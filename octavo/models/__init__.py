@@ -22,11 +22,13 @@ MODELS = {
     "granite": "octavo.models.granite",
     "llama": "octavo.models.llama",
     "mistral": "octavo.models.mistral",
+    "mixtral": "octavo.models.mixtral",
     "olmo2": "octavo.models.olmo2",
     "olmo3": "octavo.models.olmo3",
     "phi3": "octavo.models.phi3",
     "qwen2": "octavo.models.qwen2",
     "qwen3": "octavo.models.qwen3",
+    "qwen3_moe": "octavo.models.qwen3_moe",
     "smollm3": "octavo.models.smollm3",
 }
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.layers.attention import Attention, Normed
-from octavo.layers.linear import Embedding, Linear, OutputHead
+from octavo.layers.feed_forward import Experts, ExpertsConfig, FeedForward
+from octavo.layers.linear import Embedding, OutputHead
 from octavo.layers.norm import NormConfig, RMSNorm, Sum
 from octavo.layers.rotary import NoRotation, RotaryConfig, RotaryEmbedding
 from octavo.layers.weights import Weights
@@ -36,7 +37,7 @@ class DecoderConfig:
     """What distinguishes one decoder from another.
 
     rotary: its context is the model's. rotaries[i] is layer i's, None where positions do not enter.
-    windows[i] is layer i's sliding window, None for full attention.
+    windows[i] is layer i's sliding window, None for full attention. experts[i] are layer i's, None for one feed-forward.
     residual_multiplier: of what attention and feed-forward add to the residual stream. logits_divisor: of the logits.
     attention_softcap, logits_softcap: scores and logits are brought within it by its tanh.
     fused: the checkpoint has query, key and value as one tensor, and so gate and up.
@@ -54,6 +55,7 @@ class DecoderConfig:
     rotaries: tuple[RotaryConfig | None, ...]
     tied: bool
     windows: tuple[int | None, ...]
+    experts: tuple[ExpertsConfig | None, ...]
     attention_scale: float
     activation: Activation
     qkv_bias: bool = False
@@ -94,6 +96,7 @@ class DecoderConfig:
             "rotaries": (rotary,) * layers,
             "tied": read.flag("tie_word_embeddings", False),
             "windows": (None,) * layers,
+            "experts": (None,) * layers,
             "attention_scale": head_dim**-0.5,
             "activation": ACTIVATIONS[activation],
         }
@@ -107,11 +110,10 @@ def configure(hf: Mapping[str, Any]) -> DecoderConfig:
 
 
 class DecoderLayer:
-    """Attention, then a gated feed-forward; each reads the residual stream and adds to it."""
+    """Attention, then a gated feed-forward, or experts; each reads the residual stream and adds to it."""
 
-    def __init__(self, ops: Ops, weights: Weights, name: str, config: DecoderConfig, window: int | None) -> None:
-        self._ops, self._activation = ops, config.activation
-        size, inner, norms = config.hidden_size, config.intermediate_size, config.layer_norms
+    def __init__(self, ops: Ops, weights: Weights, name: str, config: DecoderConfig, layer: int) -> None:
+        size, norms, experts = config.hidden_size, config.layer_norms, config.experts[layer]
 
         def before(part: str | None) -> RMSNorm | Sum:
             multiplier = config.residual_multiplier
@@ -131,7 +133,7 @@ class DecoderLayer:
             head_dim=config.head_dim,
             scale=config.attention_scale,
             softcap=config.attention_softcap,
-            window=window,
+            window=config.windows[layer],
             qkv_bias=config.qkv_bias,
             output_bias=config.output_bias,
             fused=config.fused,
@@ -140,9 +142,12 @@ class DecoderLayer:
         )
         self._after_attention = after(norms.after_attention)
         self._before_mlp = before(norms.before_mlp)
-        parts = ["gate_up_proj"] if config.fused else ["gate_proj", "up_proj"]
-        self._gate_up = Linear(ops, weights, [f"{name}.mlp.{part}" for part in parts], size, [inner, inner], config.mlp_bias)
-        self._down = Linear(ops, weights, [f"{name}.mlp.down_proj"], inner, [size], config.mlp_bias)
+        self._mlp: Callable[[Tensor], Tensor]
+        if experts is None:
+            shape, bias = (size, config.intermediate_size), config.mlp_bias
+            self._mlp = FeedForward(ops, weights, f"{name}.mlp", *shape, config.activation, bias=bias, fused=config.fused)
+        else:
+            self._mlp = Experts(ops, weights, name, size, experts, config.activation)
         self._after_mlp = after(norms.after_mlp)
 
     def __call__(
@@ -152,8 +157,7 @@ class DecoderLayer:
         x, residual = self._before_attention.add(x, residual)
         x = self._after_attention(self._attention(x, rotation, kv, batch))
         x, residual = self._before_mlp.add(x, residual)
-        x = self._down(self._ops.activate_and_mul(self._gate_up(x), self._activation))
-        return self._after_mlp(x), residual
+        return self._after_mlp(self._mlp(x)), residual
 
 
 class Decoder:
@@ -162,7 +166,7 @@ class Decoder:
     def __init__(self, ops: Ops, weights: Weights, config: DecoderConfig, length: int) -> None:
         self.config = config
         self._embed = Embedding(ops, weights, "model.embed_tokens", config.vocab_size, config.hidden_size, config.embedding_scale)
-        self._layers = [DecoderLayer(ops, weights, f"model.layers.{i}", config, window) for i, window in enumerate(config.windows)]
+        self._layers = [DecoderLayer(ops, weights, f"model.layers.{i}", config, i) for i in range(config.num_layers)]
         self._norm = RMSNorm(ops, weights, "model.norm", config.hidden_size, config.norm, config.residual_multiplier)
         tied = self._embed if config.tied else None
         ends = (config.logits_divisor, config.logits_softcap)

@@ -184,6 +184,33 @@ class CpuOps(ReferenceOps):
         self._native.activate_and_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), is_bfloat16, number, tokens, size)
         return out
 
+    def route(self, logits: Tensor, count: int, over_chosen: bool) -> tuple[Tensor, Tensor]:
+        logits = _by_token(logits)
+        tokens, size = logits.shape
+        choices, weights = self._empty(tokens, count, dtype=torch.int64), self._empty(tokens, count, dtype=torch.float32)
+        self._native.route(logits.data_ptr(), logits.stride(0), tokens, size, count, over_chosen, choices.data_ptr(), weights.data_ptr())
+        return choices, weights
+
+    def experts(
+        self, x: Tensor, choices: Tensor, weights: Tensor, gate_up: list[Matrix], down: list[Matrix], activation: Activation
+    ) -> Tensor:
+        x, choices, weights = _by_token(x), choices.contiguous(), weights.contiguous()
+        out = self._empty(*x.shape, dtype=x.dtype)
+        self._native.experts(
+            gate_up,
+            down,
+            x.data_ptr(),
+            x.stride(0),
+            _IS_BFLOAT16[x.dtype],
+            x.shape[0],
+            choices.data_ptr(),
+            weights.data_ptr(),
+            choices.shape[1],
+            _ACTIVATIONS[activation],
+            out.data_ptr(),
+        )
+        return out
+
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         if x.dtype != torch.float32 or x.stride(1) != 1:
             return super().softcap(x, cap)

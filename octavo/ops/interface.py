@@ -137,6 +137,21 @@ class Ops(Protocol):
     def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """[T, 2 * I] holding gate then up -> activation(gate) * up, [T, I]."""
 
+    def route(self, logits: Tensor, count: int, over_chosen: bool) -> tuple[Tensor, Tensor]:
+        """float32 [T, E] -> the `count` experts of the largest logits of each row, of equal ones the lower first.
+
+        Returns int64 [T, count], in that order, and float32 weights [T, count]: shares of the softmax over all, or over those chosen.
+        """
+
+    def experts(
+        self, x: Tensor, choices: Tensor, weights: Tensor, gate_up: list[Matrix], down: list[Matrix], activation: Activation
+    ) -> Tensor:
+        """[T, H] through the gated feed-forwards that each token chose -> [T, H], their sum by weight.
+
+        choices: int64 [T, count]. weights: float32 [T, count]. gate_up: an expert's [2 * I, H]. down: an expert's [H, I].
+        What experts give is float32, and added in the order of the token's choices.
+        """
+
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """float32 [N, V] -> cap * tanh(x / cap), in place."""
 

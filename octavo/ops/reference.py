@@ -96,6 +96,24 @@ class ReferenceOps:
         gate, up = gate_up.chunk(2, -1)
         return (F.silu(gate) if activation == "silu" else gelu_tanh(gate)) * up
 
+    def route(self, logits: Tensor, count: int, over_chosen: bool) -> tuple[Tensor, Tensor]:
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        shares = (ordered[:, :count] if over_chosen else ordered).softmax(-1)
+        return order[:, :count].contiguous(), shares[:, :count].contiguous()
+
+    def experts(
+        self, x: Tensor, choices: Tensor, weights: Tensor, gate_up: list[Matrix], down: list[Matrix], activation: Activation
+    ) -> Tensor:
+        parts = x.new_empty(*choices.shape, x.shape[1], dtype=torch.float32)
+        for expert in choices.unique().tolist():
+            tokens, places = torch.where(choices == expert)
+            inner = self.activate_and_mul(self.linear(x[tokens], gate_up[expert]), activation)
+            parts[tokens, places] = self.linear(inner, down[expert], dtype=torch.float32)
+        out = torch.zeros_like(x, dtype=torch.float32)
+        for place in range(choices.shape[1]):
+            out += weights[:, place, None] * parts[:, place]
+        return out.to(x.dtype)
+
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return x.div_(cap).tanh_().mul_(cap)
 

@@ -208,11 +208,6 @@ class TestDamage:
         with pytest.raises(CheckpointError, match="model_type is missing"):
             SafetensorsCheckpoint(single)
 
-    def test_a_quantized_checkpoint_is_named(self, single):
-        (single / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}')
-        with pytest.raises(CheckpointError, match="gptq"):
-            SafetensorsCheckpoint(single)
-
 
 class TestOpening:
     def test_a_folder(self, single):

@@ -48,6 +48,8 @@ LONGROPE = {
 PHI3: dict[str, Any] = {"hidden_size": 64, "original_max_position_embeddings": 32, "pad_token_id": 0, "rope_scaling": LONGROPE}
 GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 4.0, "pad_token_id": 0}
 SMOLLM3: dict[str, Any] = {"num_hidden_layers": 5, "pad_token_id": 0}
+QWEN3_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
+MIXTRAL: dict[str, Any] = {"num_local_experts": 5, "num_experts_per_tok": 2}
 OLMO3: dict[str, Any] = {"num_hidden_layers": 5, "sliding_window": 17, "pad_token_id": 0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -83,6 +85,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, windows on upper layers": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
     "qwen3, biases": ("qwen3", {"attention_bias": True}),
+    "qwen3 moe": ("qwen3_moe", QWEN3_MOE),
+    "qwen3 moe, shares of all, plain layers between": (
+        "qwen3_moe",
+        QWEN3_MOE | {"norm_topk_prob": False, "num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
+    "qwen3 moe, window, biases": (
+        "qwen3_moe",
+        QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 17, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "mixtral": ("mixtral", MIXTRAL),
+    "mixtral, window, every expert": ("mixtral", MIXTRAL | {"num_experts_per_tok": 5, "sliding_window": 17}),
     "gemma": ("gemma", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "gemma 2": ("gemma2", GEMMA2),
     "gemma 2, without caps": ("gemma2", GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None}),

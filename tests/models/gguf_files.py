@@ -22,13 +22,34 @@ STORED = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 FOLLOWED = STORED | {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-GEMMAS, ROTATING_PAIRS = ("gemma", "gemma2", "gemma3"), ("granite", "smollm3")
+GEMMAS, ROTATING_PAIRS = ("gemma", "gemma2", "gemma3"), ("granite", "smollm3", "llama")
+WIDE = (*GEMMAS, "qwen3moe")
+"""Those of which the width of heads is written."""
+
+
+def tensors(model: Any) -> dict[str, np.ndarray]:
+    """By HF's names; experts of one kind are one tensor each."""
+    held = {}
+    for name, tensor in model.state_dict().items():
+        part, stacked, kind = name.partition(".experts.")
+        if not stacked:
+            held[name] = tensor.numpy()
+        elif kind == "gate_up_proj":
+            gate, up = tensor.chunk(2, 1)
+            held |= {f"{part}.experts.gate_proj.weight": gate.numpy(), f"{part}.experts.up_proj.weight": up.numpy()}
+        else:
+            held[f"{name}.weight"] = tensor.numpy()
+    return held
 
 
 def stored_name(name: str, architecture: str) -> str:
@@ -52,20 +73,20 @@ def write_gguf(path: Path, model: Any, architecture: str, keys: dict[str, Any] |
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(rotary["rope_theta"])
-    if architecture in GEMMAS:
+    if architecture in WIDE:
         writer.add_key_length(config.head_dim)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     for key, value in (keys or {}).items():
-        writer.add_float32(f"{architecture}.{key}", value)
-    for name, tensor in model.state_dict().items():
+        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"{architecture}.{key}", value)
+    for name, tensor in tensors(model).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        values = tensor.numpy() + np.float32(architecture in GEMMAS and name.endswith("norm.weight"))
+        values = tensor + np.float32(architecture in GEMMAS and name.endswith("norm.weight"))
         if architecture in ROTATING_PAIRS and (".q_proj." in name or ".k_proj." in name):
             heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
             values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-        stored = kind if values.ndim == 2 else Kind.F32
+        stored = kind if values.ndim >= 2 and ".gate." not in name else Kind.F32
         writer.add_tensor(stored_name(name, architecture), gguf.quants.quantize(values, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

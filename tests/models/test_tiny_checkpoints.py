@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from octavo.errors import CheckpointError
-from tests.models.checkpoints import CASES, GEMMA3, LLAMA3, LONGROPE, PHI3, ids, make
+from tests.models.checkpoints import CASES, GEMMA3, LLAMA3, LONGROPE, MIXTRAL, PHI3, QWEN3_MOE, ids, make
 from tests.oracle import logits, make_runner, reference_logits
 
 
@@ -82,6 +82,13 @@ def test_a_tied_head_is_the_embedding_whether_or_not_the_file_repeats_it(stored:
         ({"model_type": "phi3", "rope_parameters": {"type": "su"}}, r"type 'longrope' needs short_factor, long_factor"),
         ({"model_type": "phi3"}, r"needs the tensor model.layers.0.self_attn.qkv_proj.weight, which is not there"),
         ({"model_type": "granite", "logits_scaling": 0}, r"logits_scaling: 0; allowed: a number above 0"),
+        ({"model_type": "mixtral"}, r"lacks num_local_experts"),
+        ({"model_type": "mixtral", **MIXTRAL, "num_experts_per_tok": 6}, r"num_experts_per_tok: 6; allowed: a whole number from 1 to 5"),
+        ({"model_type": "mixtral", **MIXTRAL}, r"needs the tensor model.layers.0.block_sparse_moe.gate.weight, which is not there"),
+        ({"model_type": "qwen3_moe"}, r"lacks num_experts"),
+        ({"model_type": "qwen3_moe", **QWEN3_MOE, "moe_intermediate_size": 0}, r"moe_intermediate_size: 0; allowed"),
+        ({"model_type": "qwen3_moe", **QWEN3_MOE, "mlp_only_layers": 1}, r"mlp_only_layers: 1; allowed: a list of layers' numbers"),
+        ({"model_type": "qwen3_moe", **QWEN3_MOE, "decoder_sparse_step": 0}, r"decoder_sparse_step: 0; allowed"),
         ({"hidden_act": "gelu"}, r"hidden_act: 'gelu' is not supported; supported: silu, swish, gelu_pytorch_tanh"),
         ({"hidden_size": None}, r"lacks hidden_size"),
         ({"num_key_value_heads": 3}, r"num_attention_heads: 4 is no multiple of num_key_value_heads: 3"),

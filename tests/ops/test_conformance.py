@@ -292,6 +292,73 @@ def test_argmax_takes_the_first_of_the_largest_and_shows_nan(ops: Ops, rows: int
             assert (peak, place) == (max(row), row.index(max(row)))
 
 
+@quickly
+@given(
+    size=st.sampled_from([1, 3, 8, 17, 60, 128]),
+    share=st.floats(0, 1),
+    over_chosen=st.booleans(),
+    ties=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_route_takes_the_largest_and_of_equal_ones_the_first(
+    ops: Ops, size: int, share: float, over_chosen: bool, ties: bool, seed: int
+) -> None:
+    count = max(1, round(size * share))
+    logits = 5 * torch.randn(9, size + 3, generator=torch.Generator().manual_seed(seed))[:, :size]
+    logits = logits.round() if ties else logits
+    choices, weights = ops.route(logits, count, over_chosen)
+    wanted = [sorted(range(size), key=lambda place: (-row[place], place))[:count] for row in logits.tolist()]
+    assert choices.tolist() == wanted
+    chosen = logits.double().gather(1, choices)
+    shares = (chosen - (chosen if over_chosen else logits.double()).logsumexp(1, keepdim=True)).exp()
+    # A logit's distance to the largest is rounded before its exponential is taken.
+    allowed = 5e-7 + 2.0**-24 * (logits.amax(1, keepdim=True) - logits.gather(1, choices))
+    assert bool(((weights.double() - shares).abs() <= allowed * shares).all())
+    for row in (0, 8):
+        alone = ops.route(logits[row : row + 1], count, over_chosen)
+        assert torch.equal(alone[0][0], choices[row])
+        assert same_bits(alone[1][0], weights[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "inner", "experts", "count"), [(64, 96, 8, 3), (70, 33, 5, 5), (64, 20, 40, 1)])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_experts(ops: Ops, dtype: torch.dtype, size: int, inner: int, experts: int, count: int, activation: Activation) -> None:
+    x, gate_up, down, logits = _random(dtype, (600, size), (experts, 2 * inner, size), (experts, size, inner), (600, experts))
+    gate_up, down = gate_up / size**0.5, down / inner**0.5
+    matrices = [[ops.matrix(each) for each in part] for part in (gate_up, down)]
+    choices, weights = ops.route(logits.float(), count, False)
+    found = ops.experts(x, choices, weights, *matrices, activation)
+    wanted = torch.zeros(600, size, dtype=torch.float64)
+    for expert in range(experts):
+        gate, up = (x.double() @ gate_up[expert].double().t()).chunk(2, -1)
+        share = (weights.double() * (choices == expert)).sum(-1, keepdim=True)
+        wanted += share * ((ACTIVATIONS[activation](gate) * up) @ down[expert].double().t())
+    assert found.dtype == dtype
+    assert (found.double() - wanted).abs().max() <= (0.03 if dtype == torch.bfloat16 else 2e-6) * wanted.abs().max()
+    for start, end in [(0, 1), (5, 7), (10, 31), (3, 70), (100, 600), (599, 600)]:
+        part = slice(start, end)
+        assert same_bits(ops.experts(x[part], choices[part], weights[part], *matrices, activation), found[part]), (start, end)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_with_its_token(ops: Ops, bad: float) -> None:
+    """Wherever its router sends it."""
+    x, router, gate_up, down = _random(torch.float32, (9, 64), (6, 64), (6, 80, 64), (6, 64, 40))
+    matrices = [[ops.matrix(each) for each in part] for part in (gate_up, down)]
+    router = ops.matrix(router)
+
+    def result(x: Tensor) -> Tensor:
+        return ops.experts(x, *ops.route(ops.linear(x, router), 2, True), *matrices, "silu")
+
+    clean = result(x)
+    spoilt = x.clone()
+    spoilt[4, 7] = bad
+    found, others = result(spoilt), torch.arange(9) != 4
+    assert same_bits(found[others], clean[others])
+    assert not bool(found[4].isfinite().any())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_has_the_same_bits_alone_and_in_a_batch(ops: Ops, dtype: torch.dtype) -> None:
     x, weight, bias = _random(dtype, (70, 576), (200, 576), (200,))

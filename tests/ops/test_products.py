@@ -237,6 +237,50 @@ def test_embedding_is_the_row_itself(products: Any, kind: str, dtype: torch.dtyp
     assert same_bits(found, dense(weight).float().to(dtype)[ids])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("size", "inner", "tokens"), [(64, 80, 40), (45, 19, 1), (40, 150, 900)])
+def test_an_expert_is_its_products(products: Any, threads: None, kind: str, dtype: torch.dtype, size: int, inner: int, tokens: int) -> None:
+    gate_up = [products.matrix(weight_of(kind, 2 * inner, size, seed)) for seed in range(5)]
+    down = [products.matrix(weight_of(kind, size, inner, 5 + seed)) for seed in range(5)]
+    wide = activations(tokens, size + 7, dtype)
+    x, choices = wide[:, :size], torch.arange(tokens)[:, None] * 3 % 5
+    choices[choices == 2] = 0  # one is chosen by nobody
+    wanted = torch.empty(tokens, size, dtype=dtype)
+    for expert in choices.unique().tolist():
+        rows = choices[:, 0] == expert
+        wanted[rows] = products.linear(products.activate_and_mul(products.linear(x[rows], gate_up[expert]), "silu"), down[expert])
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        assert same_bits(products.experts(x, choices, torch.ones(tokens, 1), gate_up, down, "silu"), wanted)
+
+
+def test_experts_of_different_kinds(products: Any) -> None:
+    weights = [weight_of(kind, 80, 64, seed) for seed, kind in enumerate(KINDS)]
+    gate_up, down = [products.matrix(each) for each in weights], [products.matrix(weight_of(kind, 64, 40)) for kind in KINDS[::-1]]
+    x, choices = activations(12, 64), torch.arange(12)[:, None] % 6
+    found = products.experts(x, choices, torch.ones(12, 1), gate_up, down, "silu")
+    for row in range(12):
+        inner = products.activate_and_mul(products.linear(x[row : row + 1], gate_up[row % 6]), "silu")
+        assert same_bits(products.linear(inner, down[row % 6])[0], found[row])
+
+
+def test_experts_that_are_not_there_or_shaped_otherwise(products: Any) -> None:
+    def call(gate_up: list[tuple[int, int]], down: list[tuple[int, int]], choice: int = 0) -> None:
+        matrices = [[products.matrix(torch.randn(shape)) for shape in part] for part in (gate_up, down)]
+        products.experts(torch.randn(1, 8), torch.tensor([[choice]]), torch.ones(1, 1), *matrices, "silu")
+
+    for choice in (-1, 2):
+        with pytest.raises(IndexError, match=f"expert {choice} of 2"):
+            call([(20, 8)] * 2, [(8, 10)] * 2, choice)
+    with pytest.raises(ValueError, match="expert 1 are shaped otherwise"):
+        call([(20, 8), (22, 8)], [(8, 10)] * 2)
+    with pytest.raises(ValueError, match="as many"):
+        call([(20, 8)] * 2, [(8, 10)])
+    with pytest.raises(ValueError, match="3 of 2 experts"):
+        products.route(torch.randn(1, 2), 3, True)
+
+
 def test_embedding_of_nobody(products: Any) -> None:
     matrix = products.matrix(torch.randn(10, 8))
     for wrong in (-1, 10):
