@@ -135,8 +135,8 @@ class Memory:
         batch = AttentionBatch(
             counts=[len(positions) for _, _, positions in rows],
             starts=[positions.start for _, _, positions in rows],
-            tables=[np.array(self.tables[number]) for number, _, _ in rows],
-            slots=torch.tensor([self.tables[number][at // size] * size + at % size for number, _, positions in rows for at in positions]),
+            tables=[[np.array(self.tables[number]) for number, _, _ in rows]],
+            slots=torch.tensor([[self.tables[number][at // size] * size + at % size for number, _, positions in rows for at in positions]]),
             block_size=size,
             prepared={},
         )
