@@ -155,19 +155,22 @@ class BlockPool:
     def _evict(self, number: int) -> None:
         if number > len(self._cached):
             raise InvariantError(f"{number} more blocks were taken than are free, and {len(self._cached)} are cached")
-        enough = len(self._free) + number
-        while len(self._free) < enough:
-            # Other blocks of its node may be of no use without it.
-            self.num_evicted += self._free_unnamed(self._index.forget(next(iter(self._cached))))
+        free, cached = self._free, self._cached
+        before = len(free)
+        while len(free) < before + number:
+            block_id, _ = cached.popitem(last=False)
+            free.append(block_id)
+            unnamed = self._index.forget(block_id)
+            if len(unnamed) > 1:  # the others are of no use without it
+                self._free_unnamed(unnamed)
+        self.num_evicted += len(free) - before
 
-    def _free_unnamed(self, block_ids: list[int]) -> int:
-        """Free those of some blocks that were kept for the name they have lost; returns how many they are."""
-        before = len(self._free)
+    def _free_unnamed(self, block_ids: list[int]) -> None:
+        """Free those of some blocks that were kept for the name they have lost."""
         for block_id in block_ids:
             if block_id in self._cached:
                 del self._cached[block_id]
                 self._free.append(block_id)
-        return len(self._free) - before
 
     def check(self) -> None:
         """Audit the books. Raises InvariantError."""

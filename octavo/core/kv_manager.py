@@ -49,9 +49,8 @@ class BlockTable:
 
     def held(self) -> list[int]:
         """Its blocks, place by place, so that what is given back is so from the deepest on; of a place, windows go first."""
-        if len(self.groups) == 1:
-            return [block_id for block_id in self.groups[0] if block_id != HOLE]
-        return [block_id for place in zip(*self.groups, strict=True) for block_id in place if block_id != HOLE]
+        ids = self.groups[0] if len(self.groups) == 1 else [block_id for place in zip(*self.groups, strict=True) for block_id in place]
+        return [block_id for block_id in ids if block_id != HOLE] if HOLE in ids[: len(self.groups)] else ids
 
 
 class KVManager:
@@ -88,6 +87,7 @@ class KVManager:
         self.copies: list[BlockCopy] = []
         self.num_copied = 0
         self._prefix_caching = prefix_caching
+        self._slides = self.groups.slides
         self._swap_free = list(range(swap_blocks - 1, -1, -1))
         self._clock = clock
 
@@ -140,6 +140,8 @@ class KVManager:
 
     def _beginning(self, sequence: Sequence, nodes: list[Node]) -> tuple[int, list[list[int]]]:
         """Where a waiting sequence begins, and its tables there: HOLE behind a window, and where host blocks are to be copied back."""
+        if not nodes and not sequence.swapped:
+            return 0, [[] for _ in self.groups.windows]
         start = len(nodes) * self.block_size
         if sequence.swapped:
             start = max(start, sequence.num_swapped)
@@ -167,6 +169,8 @@ class KVManager:
 
     def num_missing(self, sequence: Sequence, num_tokens: int, nodes: list[Node]) -> int:
         """Blocks that must be available for a sequence to begin with these nodes and go on to so many tokens."""
+        if not nodes and not sequence.swapped:
+            return self.groups.most(0, num_tokens)
         start, tables = self._beginning(sequence, nodes)
         shared = [block_id for ids in tables for block_id in ids if block_id != HOLE]
         # Where cached blocks count as available, those that are kept must not be counted on.
@@ -180,7 +184,8 @@ class KVManager:
         """
         size = self.block_size
         start, tables = self._beginning(sequence, nodes)
-        self.pool.share([block_id for ids in tables for block_id in ids if block_id != HOLE])
+        if nodes:
+            self.pool.share([block_id for ids in tables for block_id in ids if block_id != HOLE])
         host, sequence.swapped = sequence.swapped, []
         named, lacking = len(nodes), []
         if host and start == sequence.num_swapped:
@@ -248,13 +253,15 @@ class KVManager:
         assert table is not None
         if num_tokens <= table.limit:
             return True
-        if self.groups.slides:
+        if self._slides:
             self._leave_behind(table, sequence.num_computed)
-        place = sequence.num_scheduled // self.block_size
+        groups, place = table.groups, sequence.num_scheduled // self.block_size
         # A block may be named although one table alone holds it: its parent went further, and left.
-        shared = [ids for ids in table.groups if place < len(ids) and (self.pool.count(ids[place]) > 1 or ids[place] in self.index)]
-        missing = max(0, self.blocks_for(num_tokens) - table.num_blocks)
-        wanted = len(shared) + missing * len(table.groups)
+        shared: list[list[int]] = []
+        if place < table.num_blocks:
+            shared = [ids for ids in groups if self.pool.count(ids[place]) > 1 or ids[place] in self.index]
+        missing = max(0, -(-num_tokens // self.block_size) - table.num_blocks)
+        wanted = len(shared) + missing * len(groups)
         if wanted > self.pool.num_available:
             return False
         began = self._clock()
@@ -266,11 +273,13 @@ class KVManager:
                 ids[place] = copy
             self.pool.give_back(tails)
             table.num_sent = min(table.num_sent, place)
-        if missing:
-            for group, ids in enumerate(table.groups):
-                start = len(shared) + group * missing
-                ids += fresh[start : start + missing]
-            table.num_blocks += missing
+            del fresh[: len(shared)]
+        if len(groups) == 1:
+            groups[0] += fresh
+        else:
+            for group, ids in enumerate(groups):
+                ids += fresh[group :: len(groups)]
+        table.num_blocks += missing
         table.limit = table.num_blocks * self.block_size
         self.allocation_seconds.add(self._clock() - began)
         return True
@@ -289,8 +298,10 @@ class KVManager:
         """Name the blocks that a result has confirmed in full; a block that the index has already gives way to that one."""
         table, tokens, size = sequence.table, sequence.tokens, self.block_size
         assert table is not None
+        groups = table.groups
         for place in range(table.num_named, sequence.num_computed // size):
-            ours = [ids[place] for ids in table.groups]
+            # Spelt out for the one group that most models have: for each block of each sequence, this is walked.
+            ours = [groups[0][place]] if len(groups) == 1 else [ids[place] for ids in groups]
             start = place * size
             node = self.index.find_or_add(table.node, sequence.request.scope, tokens[start : start + size], ours)
             if node.block_ids != ours:
@@ -382,8 +393,10 @@ class KVManager:
         """The tables' change since the sequence's last row, of each KV group; empty where there is none."""
         table = sequence.table
         assert table is not None
-        start, table.num_sent = table.num_sent, table.num_blocks
-        return [TableUpdate(start, ids[start:]) for ids in table.groups] if start < table.num_sent else NO_UPDATES
+        groups, start, table.num_sent = table.groups, table.num_sent, table.num_blocks
+        if start == table.num_sent:
+            return NO_UPDATES
+        return [TableUpdate(start, groups[0][start:])] if len(groups) == 1 else [TableUpdate(start, ids[start:]) for ids in groups]
 
     def unused_slots(self, running: Iterable[Sequence]) -> int:
         """Token slots inside used blocks that hold no token: internal fragmentation, in tokens, shared blocks counted once."""

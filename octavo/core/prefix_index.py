@@ -120,7 +120,9 @@ class PrefixIndex:
 
     def drop(self, node: Node, remember: bool = True) -> list[int]:
         """Drop a node; returns the blocks that it named. Its children must have gone before."""
-        named = [block_id for block_id in node.block_ids if block_id != HOLE]
+        named = node.block_ids
+        if HOLE in named:
+            named = [block_id for block_id in named if block_id != HOLE]
         for block_id in named:
             del self._by_block[block_id]
         del self._nodes[node.key]
