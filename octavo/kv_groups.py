@@ -71,15 +71,19 @@ class KVGroups:
         return low * self.block_size
 
 
-def cut_layers(windows: Sequence[int | None]) -> list[list[int]]:
-    """Layers cut into groups of one window each, those that see everything first: the fewest groups of equally many layers whose
-    padding is at most MOST_PADDING of the layers of each window. One group where all layers have one window."""
+def cut_layers(windows: Sequence[int | None], longest: int) -> tuple[tuple[int | None, ...], list[list[int]]]:
+    """Cut layers, windows[i] that of layer i, into groups -> each group's window and layers, those that see everything first.
+
+    The fewest groups of equally many layers whose padding is at most MOST_PADDING of the layers of each window: one group where all
+    layers have one window. A window that a sequence of `longest` tokens never leaves is none.
+    """
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
-        kinds.setdefault(window, []).append(layer)
+        kinds.setdefault(window if window is not None and window < longest else None, []).append(layer)
     ordered = sorted(kinds.items(), key=lambda kind: (kind[0] is not None, -(kind[0] or 0)))
     counts = [len(layers) for layers in kinds.values()]
     size = max(
         size for size in range(1, max(counts) + 1) if all(-(-count // size) * size <= (1 + MOST_PADDING) * count for count in counts)
     )
-    return [layers[start : start + size] for _, layers in ordered for start in range(0, len(layers), size)]
+    groups = [(window, layers[start : start + size]) for window, layers in ordered for start in range(0, len(layers), size)]
+    return tuple(window for window, _ in groups), [layers for _, layers in groups]

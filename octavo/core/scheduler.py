@@ -423,6 +423,7 @@ class Scheduler:
             stats=stats,
             samples=list(self.history.samples),
             lengths=list(self.history.lengths),
+            groups=len(self.kv.groups),
         )
 
     def check(self) -> None:

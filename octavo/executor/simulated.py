@@ -50,17 +50,19 @@ class SimulatedClock:
 class _Slot:
     """What a worker holds of one sequence.
 
-    marks[i] stands for the keys and values of token i and of all before it, in the first KV group. unreported: places of samples whose
-    results were not collected. lost: what went wrong with it; useless once that was collected, and the plans to come should know.
+    marks[i] stands for the keys and values of token i and of all before it, in the first KV group. left[g]: entries of group g's table
+    that were given up. unreported: places of samples whose results were not collected. lost: what went wrong with it; useless once that
+    was collected, and the plans to come should know.
     """
 
-    __slots__ = ("assignment", "computed", "group_tables", "history", "lost", "marks", "unreported", "useless")
+    __slots__ = ("assignment", "computed", "group_tables", "history", "left", "lost", "marks", "unreported", "useless")
 
     def __init__(self, assignment: Assignment, computed: int, num_groups: int) -> None:
         self.assignment = assignment
         self.history = list(assignment.history)
         self.computed = computed
         self.group_tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.left = [0] * num_groups
         self.marks: list[int] = []
         self.unreported: set[int] = set()
         self.lost: str | None = None
@@ -241,7 +243,8 @@ class SimulatedExecutor(Executor):
 
     def _update_table(self, number: int, group: int, update: TableUpdate) -> None:
         self._require(group < len(self.capacity.windows), f"slot {number} has a table of group {group} of {len(self.capacity.windows)}")
-        table = self._slots[number].group_tables[group]
+        slot = self._slots[number]
+        table = slot.group_tables[group]
         self._require(0 <= update.start <= len(table), f"slot {number}'s table of {len(table)} blocks changes from {update.start} on")
         for block_id in update.block_ids:
             there = block_id == HOLE or 0 <= block_id < self.committed
@@ -252,15 +255,17 @@ class SimulatedExecutor(Executor):
             for block_id in update.block_ids:
                 self._holders[block_id].add(number)
         table[update.start :] = update.block_ids
+        slot.left[group] = min(slot.left[group], update.start)
 
     def _leave_behind(self, number: int, start: int) -> None:
         """What lies behind the windows of the token at `start` is given up: it may be others' by now."""
-        for table, window in zip(self._slots[number].group_tables, self.capacity.windows, strict=True):
-            place = min(len(table), first_seen(window, start, self.capacity.block_size)) - 1
-            while place >= 0 and table[place] != HOLE:
+        slot = self._slots[number]
+        for group, (table, window) in enumerate(zip(slot.group_tables, self.capacity.windows, strict=True)):
+            behind = min(len(table), first_seen(window, start, self.capacity.block_size))
+            for place in range(slot.left[group], behind):
                 self._holders[table[place]].discard(number)
                 table[place] = HOLE
-                place -= 1
+            slot.left[group] = max(slot.left[group], behind)
 
     def _verify_row(self, row: Row, planned: set[int]) -> None:
         slot, end, name = self._slots[row.slot], row.start + row.count, f"slot {row.slot}"

@@ -76,10 +76,8 @@ class Runner:
             weights = Weights(checkpoint, dtype, self._ops, config.model.quantization, on_tensor)
             self.model = decoder(self._ops, weights, model_config, reach)
             _check_untaken(weights)
-            # A window that a sequence never leaves is none.
-            windows = [window if window is not None and window < reach else None for window in model_config.windows]
-            layers = cut_layers(windows)
-            groups = KVGroups([windows[of_group[0]] for of_group in layers], block_size, config.scheduler.prefill_chunk_size)
+            windows, layers = cut_layers(model_config.windows, reach)
+            groups = KVGroups(windows, block_size, config.scheduler.prefill_chunk_size)
             shape = BlockShape(
                 num_layers=max(map(len, layers)),
                 num_kv_heads=model_config.num_kv_heads,
@@ -87,7 +85,7 @@ class Runner:
                 head_dim=model_config.head_dim,
                 dtype=kv_dtype,
             )
-            num_blocks, ceiling_by = _pool_blocks(config, shape.num_bytes, groups.most(0, reach), self.device)
+            num_blocks, ceiling_by = _pool_blocks(config, shape.num_bytes, groups, reach, self.device)
             swap_blocks = _swap_blocks(config, shape.num_bytes, num_blocks, self.device)
             self._kv = KVStore(shape, num_blocks, config.memory.prealloc_blocks, self.device, swap_blocks, layers)
         self._num_groups = len(layers)
@@ -107,7 +105,7 @@ class Runner:
             vocab_size=model_config.vocab_size,
             dtype=str(dtype).removeprefix("torch."),
             device=self.device.type,
-            windows=tuple(windows[of_group[0]] for of_group in layers),
+            windows=windows,
         )
 
     def mapping_bytes(self) -> int:
@@ -298,7 +296,7 @@ def _runs_quantized(quantization: str, checkpoint: Checkpoint) -> bool:
     return 2 * sum(size for name, size in sizes.items() if checkpoint.dtype(name) is None) > sum(sizes.values())
 
 
-def _pool_blocks(config: EngineConfig, block_bytes: int, blocks_per_context: int, device: torch.device) -> tuple[int, str]:
+def _pool_blocks(config: EngineConfig, block_bytes: int, groups: KVGroups, context: int, device: torch.device) -> tuple[int, str]:
     """The pool's ceiling and what decides it: what was asked, or half of what is free, at most `max_batch_size` full contexts."""
     asked, free = config.memory, available_memory(device.type)
     if asked.max_blocks is not None:
@@ -312,10 +310,11 @@ def _pool_blocks(config: EngineConfig, block_bytes: int, blocks_per_context: int
         said = f"kv_cache_memory: auto, of {free} bytes available"
         blocks, ceiling_by = min(
             (free // 2 // block_bytes, f"half of the {free / 2**30:.1f} GiB available"),
-            (contexts * blocks_per_context, f"{contexts} full contexts"),
+            (contexts * groups.most(0, context), f"{contexts} full contexts"),
         )
-    if blocks < 2:
-        raise ConfigError(f"{said}; a pool needs at least 2 blocks of {block_bytes} bytes")
+    least = 2 * len(groups)
+    if blocks < least:
+        raise ConfigError(f"{said}; a pool needs at least {least} blocks of {block_bytes} bytes")
     if blocks * block_bytes > free:
         raise ConfigError(f"{said}; {blocks} blocks take {blocks * block_bytes} bytes and {free} are available")
     return blocks, ceiling_by
