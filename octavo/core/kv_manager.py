@@ -87,13 +87,12 @@ class KVManager:
         self.copies: list[BlockCopy] = []
         self.num_copied = 0
         self._prefix_caching = prefix_caching
-        self._slides = self.groups.slides
         self._swap_free = list(range(swap_blocks - 1, -1, -1))
         self._clock = clock
 
     def blocks_for(self, num_tokens: int) -> int:
         """Entries of each table that so many tokens take."""
-        return -(-num_tokens // self.block_size)
+        return self.groups.blocks_for(num_tokens)
 
     @property
     def swap_free(self) -> int:
@@ -253,7 +252,7 @@ class KVManager:
         assert table is not None
         if num_tokens <= table.limit:
             return True
-        if self._slides:
+        if self.groups.slides:
             self._leave_behind(table, sequence.num_computed)
         groups, place = table.groups, sequence.num_scheduled // self.block_size
         # A block may be named although one table alone holds it: its parent went further, and left.

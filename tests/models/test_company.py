@@ -116,7 +116,7 @@ def test_no_disturbance_shows_where_layers_have_windows(name: str, settings: dic
         assert run(llm, list(range(len(work)))) == alone
         assert run(llm, list(range(len(work))), moves=True) == alone
         stats = llm.stats()
-        print(f"{name}: {stats.preemptions} preemptions, {stats.swap_outs} of them by swap, {stats.cached_tokens} cached tokens, {stats.blocks}")
+        print(f"{name}: {stats.preemptions} preemptions, {stats.swap_outs} by swap, {stats.cached_tokens} cached tokens, {stats.blocks}")
         # With a window on every layer, a sequence is admitted only where all that it will ever hold is there.
         assert (stats.preemptions > 0) == (None in llm.capacity.windows)
         assert stats.cached_tokens > 0
