@@ -77,9 +77,10 @@ def test_a_conversation_longer_than_its_blocks_would_hold_without_windows(name: 
         assert any(windows)
     with LLM(tmp_path, **settings, max_blocks=groups.most(0, 124)) as llm:
         assert llm.capacity.num_blocks < 31 * len(windows)
-        first, second = ids(75), ids(9)
-        for turn in (first, second):  # the second begins with all of the first, of which windows have kept the end
-            prompt = turn if turn is first else [*first, *answer, *second]
+        prompt: list[int] = []
+        answer: list[int] = []
+        for turn in (ids(75), ids(9)):  # the second goes on from all of the first, of which windows have kept the end
+            prompt = [*prompt, *answer, *turn]
             answer = answers(llm, [prompt])[0]
             assert answer == reference_logits(model, prompt + answer)[len(prompt) - 1 : -1].argmax(-1).tolist()
         assert llm.stats().cached_tokens == 92
