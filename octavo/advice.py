@@ -163,7 +163,7 @@ class _BlockSizes:
             filled = max(load.used * present - load.unused_slots, 1.0)
             if not record.lengths or (present > 1 and not empty[present]):
                 self.source = "The mean length predicts"
-                empty = {size: (size - 1) / 2 * max(load.running, 1.0) / filled for size in sizes}
+                empty = {size: record.groups * (size - 1) / 2 * max(load.running, 1.0) / filled for size in sizes}
             if empty[present] and load.unused_slots / filled > FITS * empty[present]:
                 factor = load.unused_slots / filled / empty[present]
                 self.scaled = f", scaled to the {_percent(self.measured)} measured,"
@@ -247,7 +247,7 @@ def _light_load(record: Record, load: _Load, figure: str) -> Advice:
     ceiling, peak = _ceiling(record), max(load.peak_used, record.stats.blocks.peak_used)
     reason = f"The load is small: {peak:,} of {ceiling:,} blocks at the peak."
     cached = load.peak_cached if record.stats.cached_tokens else 0
-    needed = max(2 * peak + cached, math.ceil(record.longest / record.block_size)) * record.block_bytes
+    needed = max(2 * peak + cached, record.groups * math.ceil(record.longest / record.block_size)) * record.block_bytes
     spare = ceiling > IDLE_CEILING * peak and 2 * MIB * math.ceil(needed / MIB) <= ceiling * record.block_bytes
     if spare and not _wants_more(record, load):
         return Advice("kv_cache_memory", needed, figure, f"{reason} {_size(needed)} would do, and leave the rest to others.", "consider")
@@ -326,7 +326,7 @@ def _recomputation(record: Record, load: _Load | None) -> list[Advice]:
     stats, tokens = record.stats, record.stats.recomputed_tokens
     if tokens <= 0 or stats.prefill_rate <= 0:
         return []
-    seconds, held = tokens / stats.prefill_rate, tokens * record.block_bytes / record.block_size
+    seconds, held = tokens / stats.prefill_rate, record.groups * tokens * record.block_bytes / record.block_size
     rate = stats.copy_rate or ASSUMED_COPY_RATE
     swapping, figure = 2 * held / rate, f"recomputation {_short(seconds)} s"
     source = "" if stats.copy_rate else " (assumed: none was measured)"
@@ -362,7 +362,8 @@ def _next_gib(record: Record, load: _Load | None) -> Advice:
     resident = f", or {blocks / load.blocks_per_sequence:,.0f} more sequences like those that ran" if load and load.running else ""
     saved = record.stats.missed_tokens + record.stats.recomputed_tokens
     spared = f" It would have spared computing up to {saved:,} tokens{_seconds(record, saved)}." if saved > 0 else ""
-    return _fine(f"next GiB {blocks:,} blocks", f"It holds {blocks * record.block_size:,} tokens more{resident}.{spared}")
+    tokens = blocks * record.block_size // record.groups
+    return _fine(f"next GiB {blocks:,} blocks", f"It holds {tokens:,} tokens more{resident}.{spared}")
 
 
 def _wants_more(record: Record, load: _Load | None) -> bool:

@@ -16,7 +16,7 @@ from octavo.sampling_params import SamplingParams
 MAX_IN_FLIGHT = 2
 
 HOLE = -1
-"""A block-table entry that names no block (freed behind a sliding window)."""
+"""A block-table entry that names no block: it lies behind the window of its group."""
 
 
 class Tier(enum.IntEnum):
@@ -27,17 +27,20 @@ class Tier(enum.IntEnum):
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copy one block, all layers of its group. Copies run in list order, before the forward pass."""
+    """Copy one block, all layers of whatever group it serves. Copies run in list order, before the forward pass."""
 
     source_tier: Tier
     source: int
     target_tier: Tier
     target: int
-    group: int = 0
 
 
 class TableUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Replace a slot's block table of one KV group from entry `start` on; what stood beyond is dropped."""
+    """Replace a slot's block table of one KV group from entry `start` on; what stood beyond is dropped.
+
+    Entries wholly behind the window of the slot's next token may be holes, or name blocks that are others' by now: nobody is told,
+    as nobody reads them any more.
+    """
 
     start: int
     block_ids: list[int]
@@ -71,7 +74,7 @@ class Row(msgspec.Struct, gc=False):
     token_ids: tokens the worker does not hold yet, appended to its history before the row runs.
     pending: how many of the inputs, at the end, are samples of this slot that have not been reported when the plan is written.
     draft_ids: guesses to verify; inputs after the known ones, counted in `count`.
-    tables: per KV group, the block-table change since the slot's last row, None for no change.
+    tables: the change since the slot's last row of each KV group's block table; empty where nothing changes.
     num_logits: positions, at the end of the row, given to the output head: 0 (the row catches up), 1 (it samples),
         drafts + 1 (it verifies), or more, where prompt logprobs are asked: then each of them whose next token is of the
         prompt is scored. A row samples if it ends with the last token known, and then only.
@@ -83,7 +86,7 @@ class Row(msgspec.Struct, gc=False):
     start: int
     count: int
     num_logits: int
-    tables: list[TableUpdate | None]
+    tables: list[TableUpdate]
     token_ids: list[int] = []
     pending: int = 0
     draft_ids: list[int] = []
@@ -150,6 +153,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """What the workers hold once loaded, the least over all of them.
 
+    windows: of each KV group, positions that a token sees in its layers, None for all. A block serves one group.
     num_blocks: the pool's ceiling, decided by ceiling_by. committed_blocks: those it has now, on the way to prealloc_blocks.
     swap_blocks: those of the host tier.
     longest: tokens of one sequence at most. bound_by: the setting or limit that decides it. weight_bytes: memory of the weights.
@@ -168,13 +172,15 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     prealloc_blocks: int = 0
     swap_blocks: int = 0
     weight_bytes: int = 0
+    windows: tuple[int | None, ...] = (None,)
 
     def __str__(self) -> str:
         most = f"{_mebibytes(self.num_blocks * self.block_bytes)} at most" + (f": {self.ceiling_by}" if self.ceiling_by else "")
         start = _mebibytes(max(self.committed_blocks, self.prealloc_blocks) * self.block_bytes)
         swap = f", {_mebibytes(self.swap_blocks * self.block_bytes)} of swap" if self.swap_blocks else ""
+        groups = f" for one of {len(self.windows)} groups of layers" if len(self.windows) > 1 else ""
         return (
-            f"{self.dtype} on {self.device}, {self.num_blocks} KV blocks of {self.block_size} tokens "
+            f"{self.dtype} on {self.device}, {self.num_blocks} KV blocks of {self.block_size} tokens{groups} "
             f"({most}; {start} from the start){swap}; a sequence may have {self.longest} tokens ({self.bound_by})"
         )
 

@@ -27,8 +27,12 @@ def logits(runner: Runner, token_ids: list[int], chunk: int | None = None, shuff
     """Logits at every position, [tokens, vocab_size], computed in chunks over a block table in shuffled order."""
     size = runner.capacity.block_size
     count = -(-len(token_ids) // size)
-    order = torch.randperm(runner.capacity.num_blocks, generator=torch.Generator().manual_seed(0)) if shuffled else torch.arange(count)
-    table = order[:count].tolist()
+    order = (
+        torch.randperm(runner.capacity.num_blocks, generator=torch.Generator().manual_seed(0))
+        if shuffled
+        else torch.arange(runner.capacity.num_blocks)
+    )
+    tables = order[: count * len(runner.capacity.windows)].view(-1, count).tolist()
     pool = runner.capacity.num_blocks
     runner.prepare(StepPlan(step=0, pool_blocks=pool, released=[], copies=[], rows=[]))  # waits until all have memory
     parts = []
@@ -37,7 +41,8 @@ def logits(runner: Runner, token_ids: list[int], chunk: int | None = None, shuff
         taken = min(step, len(token_ids) - start)
         assign = Assignment(params=SamplingParams(), seed=0, history=token_ids, prompt_length=len(token_ids)) if start == 0 else None
         held, wanted = -(-start // size), -(-(start + taken) // size)
-        row = Row(slot=0, start=start, count=taken, num_logits=taken, tables=[TableUpdate(held, table[held:wanted])], assign=assign)
+        updates = [TableUpdate(held, table[held:wanted]) for table in tables]
+        row = Row(slot=0, start=start, count=taken, num_logits=taken, tables=updates, assign=assign)
         runner.prepare(StepPlan(step=1, pool_blocks=pool, released=[], copies=[], rows=[row]))
         with torch.inference_mode():
             parts.append(runner.model.logits(runner.forward([row])).float())

@@ -23,14 +23,14 @@ PLAN = StepPlan(
     step=7,
     pool_blocks=100,
     released=[3, 1],
-    copies=[BlockCopy(Tier.DEVICE, 4, Tier.HOST, 0), BlockCopy(Tier.HOST, 1, Tier.DEVICE, 5, 1)],
+    copies=[BlockCopy(Tier.DEVICE, 4, Tier.HOST, 0), BlockCopy(Tier.HOST, 1, Tier.DEVICE, 5)],
     rows=[
         Row(
             slot=3,
             start=16,
             count=4,
             num_logits=3,
-            tables=[TableUpdate(1, [HOLE, 5, 6]), None],
+            tables=[TableUpdate(1, [HOLE, 5, 6]), TableUpdate(1, [7])],
             token_ids=[9, 8],
             pending=1,
             draft_ids=[1, 2],
@@ -44,7 +44,7 @@ PLAN = StepPlan(
                 fork_source=0,
             ),
         ),
-        Row(slot=0, start=0, count=1, num_logits=0, tables=[None]),
+        Row(slot=0, start=0, count=1, num_logits=0, tables=[]),
     ],
 )
 RESULT = StepResult(

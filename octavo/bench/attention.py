@@ -111,7 +111,7 @@ def _step(memory: Tensor, sequence_lengths: list[int], shape: BlockShape) -> tup
     tables = np.split(scattered, np.cumsum(counts)[:-1])
     last = [length - 1 for length in sequence_lengths]
     slots = [int(table[-1]) * block_size + place % block_size for table, place in zip(tables, last, strict=True)]
-    batch = AttentionBatch([1] * len(counts), last, tables, torch.tensor(slots), block_size, {})
+    batch = AttentionBatch([1] * len(counts), last, [tables], torch.tensor([slots]), block_size, {})
     return memory[: num_blocks * num_bytes].view(num_blocks, num_bytes), batch
 
 

@@ -106,13 +106,13 @@ def slots(corner: Corner, engine: Engine, context: int) -> int:
     most = engine.config.scheduler.max_batch_size
     if corner.memory == "paged":
         return most
-    pool = engine.capacity.num_blocks * engine.capacity.block_size
-    if pool < context:
+    blocks, wanted = engine.capacity.num_blocks, engine.scheduler.kv.groups.most(0, context)
+    if blocks < wanted:
         raise InvalidValueError(
-            f"memory: 'reserve'; the pool holds {pool} tokens and a whole context is {context}; "
+            f"memory: 'reserve'; the pool has {blocks} blocks and a whole context of {context} tokens takes {wanted}; "
             "give more kv_cache_memory or less max_model_len"
         )
-    return min(most, pool // context)
+    return min(most, blocks // wanted)
 
 
 def serve(
@@ -166,7 +166,7 @@ def serve(
     run.prompt_tokens = sum(len(one.prompt) for one in work)
     run.output_tokens = sum(one.tokens for one in work)
     run.preemptions = engine.stats().preemptions - before
-    run.budget_tokens = engine.capacity.num_blocks * engine.capacity.block_size
+    run.budget_tokens = engine.capacity.num_blocks * engine.capacity.block_size // len(engine.capacity.windows)
     run.slots = limit if corner.memory == "reserve" else run.most_rows
     return run, answers
 
@@ -175,13 +175,13 @@ def _group_size(engine: Engine, corner: Corner, waiting: Sequence[Work], limit: 
     """How many of those next in line make a static group: what is reserved for, or as many as fit padded to their longest."""
     if corner.memory == "reserve":
         return min(limit, len(waiting))
-    size, pool = engine.capacity.block_size, engine.capacity.num_blocks
+    groups, pool = engine.scheduler.kv.groups, engine.capacity.num_blocks
     count = 1
     while count < min(limit, len(waiting)):
         group = waiting[: count + 1]
         longest = max(one.tokens for one in group)
         # The last token of a sequence is never stored.
-        if sum(-(-(min(len(one.prompt) + longest, context) - 1) // size) for one in group) > pool:
+        if sum(groups.most(0, min(len(one.prompt) + longest, context) - 1) for one in group) > pool:
             break
         count += 1
     return count

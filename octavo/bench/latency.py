@@ -245,7 +245,7 @@ def profiled(engine: Engine, sequences: int, context: int = PROFILE_CONTEXT, ste
     settings = engine.config.scheduler
     chunks = sequences if settings.prefill_chunk_size is None else -(-sequences * context // settings.prefill_chunk_size)
     generated = min(steps + 2 + chunks, capacity.longest - context)
-    blocks = sequences * -(-(context + generated) // capacity.block_size)
+    blocks = sequences * engine.scheduler.kv.groups.most(0, context + generated)
     if blocks > capacity.num_blocks:
         raise InvalidValueError(
             f"sequences: {sequences}; they take {blocks} KV blocks of {context + generated} tokens each and there are "

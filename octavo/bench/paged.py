@@ -177,8 +177,7 @@ class _Recorded(SimulatedExecutor):
             if row.assign is not None:
                 self._assigned[slot] = self._requests[row.assign.seed].answer, row.assign.prompt_length
             for update in row.tables:
-                if update is not None:
-                    self._blocks[slot] = update.start + len(update.block_ids)
+                self._blocks[slot] = update.start + len(update.block_ids)
             if row.num_logits:
                 answer, prompt_length = self._assigned[slot]
                 results.append(RowResult(slot=slot, token_ids=[answer[row.start + row.count - prompt_length]]))

@@ -80,7 +80,8 @@ class Scorer:
         from octavo.worker.runner import Runner
 
         checkpoint = open_checkpoint(resolve(model))
-        sizes = {"max_model_len": WINDOW, "max_blocks": WINDOW // 16, "prealloc_blocks": WINDOW // 16}
+        # A pool for one sequence, of which nothing is given back.
+        sizes = {"max_model_len": WINDOW, "max_batch_size": 1, "prefill_chunk_size": None, "prealloc_blocks": WINDOW}
         try:
             self._runner = Runner(checkpoint, EngineConfig.create(None, **settings, **sizes))
         finally:
@@ -93,14 +94,16 @@ class Scorer:
         from octavo.plan import Assignment, Row, StepPlan, TableUpdate
         from octavo.sampling_params import SamplingParams
 
-        blocks = list(range(WINDOW // 16))
+        capacity = self._runner.capacity
+        blocks = capacity.num_blocks // len(capacity.windows)
+        tables = [TableUpdate(0, list(range(group * blocks, (group + 1) * blocks))) for group in range(len(capacity.windows))]
         found = []
         for start in range(0, len(token_ids), chunk):
             count = min(chunk, len(token_ids) - start)
-            row = Row(slot=0, start=start, count=count, num_logits=count, tables=[None if start else TableUpdate(0, blocks)])
+            row = Row(slot=0, start=start, count=count, num_logits=count, tables=[] if start else tables)
             if start == 0:
                 row.assign = Assignment(params=SamplingParams(), seed=0, history=token_ids, prompt_length=len(token_ids), choice=0)
-            self._runner.prepare(StepPlan(step=0, pool_blocks=len(blocks), released=[], copies=[], rows=[row]))
+            self._runner.prepare(StepPlan(step=0, pool_blocks=capacity.num_blocks, released=[], copies=[], rows=[row]))
             with torch.inference_mode():
                 found.append(self._runner.model.logits(self._runner.forward([row])).float())
         return torch.cat(found)

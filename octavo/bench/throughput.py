@@ -22,6 +22,7 @@ from octavo.bench.machine import Ceilings, Machine, ModelSize
 from octavo.bench.workload import Work
 from octavo.config import EngineConfig
 from octavo.errors import InvalidValueError, shown
+from octavo.kv_groups import KVGroups, cut_layers
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -240,7 +241,7 @@ class _Opened:
             output_tokens=sum(one.tokens for one in fitting),
             context=self.context,
             kv_memory=capacity.num_blocks * capacity.block_bytes,
-            kv_bytes_per_token=capacity.block_bytes / capacity.block_size,
+            kv_bytes_per_token=len(capacity.windows) * capacity.block_bytes / capacity.block_size,
             block_size=capacity.block_size,
             max_batch_size=settings.max_batch_size,
             prefill_chunk_size=settings.prefill_chunk_size,
@@ -269,14 +270,17 @@ def _open(model: str, config: EngineConfig, contexts: int | None) -> _Opened:
     checkpoint = open_checkpoint(path)
     try:
         block_size = config.memory.block_size
-        limits = [models.find(checkpoint.config)[0].rotary.context]
+        shape = models.find(checkpoint.config)[0]
+        limits = [shape.rotary.context]
         if config.model.max_model_len is not None:
             limits.append(config.model.max_model_len)
         if config.memory.max_blocks_per_seq != "auto":
             limits.append(config.memory.max_blocks_per_seq * block_size)
         if contexts is not None:
-            blocks = contexts * -(-min(limits) // block_size)
-            config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, max_blocks=max(2, blocks)))
+            windows, _ = cut_layers(shape.windows, min(limits))
+            groups = KVGroups(windows, block_size, config.scheduler.prefill_chunk_size)
+            blocks = max(2 * len(groups), contexts * groups.most(0, min(limits)))
+            config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, max_blocks=blocks))
         llm = LLM(path, config)
         print(f"{model}: {llm.capacity}", file=sys.stderr)
         return _Opened(llm=llm, model=model, context=min(limits), size=machine.model_size(llm, checkpoint))

@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 
-from octavo.core.prefix_index import PrefixIndex
+from octavo.core.prefix_index import Node, PrefixIndex
 from octavo.errors import InvariantError
 
 
 class BlockPool:
     """`total` blocks, each free (count 0, no name), cached (count 0, named by the index) or used (count >= 1).
 
-    Taking and giving back cost O(1) a block. The block given back last is taken first, so that memory already touched is used
-    again; where none is free the cached one that was used longest ago is, children before their parents: a sequence gives back
-    its blocks deepest first, and whoever uses a child uses its parents too.
+    Which KV group a block serves, whoever takes it decides. Taking and giving back cost O(1) a block. The block given back last is
+    taken first, so that memory already touched is used again; where none is free the cached one that was used longest ago is. Of
+    groups that see everything these are children before their parents: a sequence gives back its blocks deepest first, and whoever
+    uses a child uses its parents too. Those behind a window come by themselves, and mostly earlier.
 
     `total` is what is committed; it grows up to `ceiling`, unless `is_closed`, and shrinks to what is live.
     """
@@ -109,12 +110,9 @@ class BlockPool:
             else:
                 self._free.append(block_id)
 
-    def forget(self, block_id: int) -> None:
-        """Drop a block's name, and the block itself to the free ones where it was kept for its name only."""
-        self._index.forget(block_id, remember=False)
-        if block_id in self._cached:
-            del self._cached[block_id]
-            self._free.append(block_id)
+    def forget(self, node: Node) -> None:
+        """Drop a node, and to the free ones those of its blocks that were kept for their name only."""
+        self._free_unnamed(self._index.drop(node, remember=False))
 
     def forget_all(self) -> int:
         """Drop every name; returns how many blocks were kept for theirs only."""
@@ -157,11 +155,22 @@ class BlockPool:
     def _evict(self, number: int) -> None:
         if number > len(self._cached):
             raise InvariantError(f"{number} more blocks were taken than are free, and {len(self._cached)} are cached")
-        for _ in range(number):
-            block_id, _ = self._cached.popitem(last=False)
-            self._index.forget(block_id)
-            self._free.append(block_id)
-        self.num_evicted += number
+        free, cached = self._free, self._cached
+        before = len(free)
+        while len(free) < before + number:
+            block_id, _ = cached.popitem(last=False)
+            free.append(block_id)
+            unnamed = self._index.forget(block_id)
+            if len(unnamed) > 1:  # the others are of no use without it
+                self._free_unnamed(unnamed)
+        self.num_evicted += len(free) - before
+
+    def _free_unnamed(self, block_ids: list[int]) -> None:
+        """Free those of some blocks that were kept for the name they have lost."""
+        for block_id in block_ids:
+            if block_id in self._cached:
+                del self._cached[block_id]
+                self._free.append(block_id)
 
     def check(self) -> None:
         """Audit the books. Raises InvariantError."""
@@ -183,10 +192,8 @@ class BlockPool:
                 raise InvariantError(f"block {block_id} is cached without a name, or free with one")
         seen = set()
         for block_id in self._cached:
-            node = self._index.node(block_id)
-            assert node is not None
-            if node.parent is not None and node.parent.block_id in seen:
-                raise InvariantError(f"block {block_id} would be evicted after its parent {node.parent.block_id}")
+            if (parent := self._index.needs(block_id)) in seen:
+                raise InvariantError(f"block {block_id} would be evicted after its parent {parent}")
             seen.add(block_id)
 
     def num_bytes(self) -> int:

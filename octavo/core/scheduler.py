@@ -75,6 +75,7 @@ class Scheduler:
     num_blocks: the pool's ceiling. committed_blocks: what it begins with, all of them where None; prealloc_blocks: what it is on the
     way to then, and keeps. It grows ahead of need.
     block_bytes: bytes of one block, for the estimates and figures.
+    windows: of each KV group, positions that a token sees, None for all.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Scheduler:
         prealloc_blocks: int = 0,
         block_size: int = 16,
         block_bytes: int = 1 << 20,
+        windows: tuple[int | None, ...] = (None,),
         max_batch_size: int = 32,
         prefill_chunk_size: int | None = 256,
         policy: str = "fcfs",
@@ -101,6 +103,8 @@ class Scheduler:
             swap_blocks=swap_blocks,
             prefix_caching=prefix_caching,
             block_bytes=block_bytes,
+            windows=windows,
+            chunk=prefill_chunk_size,
         )
         self.max_batch_size = max_batch_size
         self.prefill_chunk_size = prefill_chunk_size
@@ -143,10 +147,10 @@ class Scheduler:
         """Queue a request. Raises InvalidValueError for an id that is live, or a length that can never fit."""
         if request.request_id in self._requests:
             raise InvalidValueError(f"request_id: {request.request_id!r} is in use by a live request")
-        pool, size = self.kv.pool, self.kv.block_size
+        groups, ceiling = self.kv.groups, self.kv.pool.ceiling
         refusal = None
-        if self.kv.blocks_for(request.max_length - 1) > pool.ceiling:
-            refusal = f"the request may reach {request.max_length} tokens; the pool holds {pool.ceiling * size}"
+        if groups.most(0, request.max_length - 1) > ceiling:
+            refusal = f"the request may reach {request.max_length} tokens; the pool holds {groups.longest(ceiling, request.max_length)}"
         elif not 0 < len(request.prompt_token_ids) < request.max_length:
             refusal = f"the prompt has {len(request.prompt_token_ids)} tokens; allowed: 1 to {request.max_length - 1}"
         if refusal:
@@ -204,7 +208,7 @@ class Scheduler:
         self._lacking = 0
         budget = self.prefill_chunk_size if self.prefill_chunk_size is not None else UNLIMITED
         running, place, prefilled = self.running, 0, budget
-        spoken_for = 0  # blocks that running sequences will soon ask for, at most
+        spoken_for, num_groups = 0, len(self.kv.groups)  # blocks that running sequences will soon ask for, at most
         while place < len(running):
             sequence = running[place]
             start = sequence.num_scheduled
@@ -221,12 +225,12 @@ class Scheduler:
                 if start >= table.limit and not self._make_room(sequence, start + 1, place):
                     place += sequence.status is Status.RUNNING
                     continue
-                updates = NO_UPDATES if table.num_sent == len(table.block_ids) else self.kv.table_updates(sequence)
+                updates = NO_UPDATES if table.num_sent == table.num_blocks else self.kv.table_updates(sequence)
                 rows.append(Row(slot, start, 1, 1, updates, pending=pending) if pending else Row(slot, start, 1, 1, updates))
                 flights.append((sequence, sequence.residency, start + 1, True))
                 sequence.num_scheduled = start + 1
                 sequence.num_pending = pending + 1
-                spoken_for += 1
+                spoken_for += num_groups
             else:
                 if (count := min(sequence.num_to_schedule, budget)) > 0:
                     if not self._make_room(sequence, start + count, place):
@@ -419,6 +423,7 @@ class Scheduler:
             stats=stats,
             samples=list(self.history.samples),
             lengths=list(self.history.lengths),
+            groups=len(self.kv.groups),
         )
 
     def check(self) -> None:
@@ -498,7 +503,7 @@ class Scheduler:
             leader = self._leader(sequence)
             nodes: list[Node] = [] if leader else kv.match(sequence)
             reach = min(known + 1, sequence.request.max_length - 1)
-            wanted = self._fork_cost(sequence, reach) if leader else kv.num_missing(reach, nodes)
+            wanted = kv.num_to_fork(sequence.num_prompt - 1, reach) if leader else kv.num_missing(sequence, reach, nodes)
             if wanted + spoken_for > kv.pool.num_available and not exact:
                 spoken_for, exact = sum(map(self._blocks_ahead, self.running)), True
             lacking = wanted + spoken_for
@@ -529,7 +534,7 @@ class Scheduler:
 
     def _seat(self, sequence: Sequence, leader: Sequence | None, nodes: list[Node]) -> int | None:
         """Give a sequence slot and table; returns the slot it is forked from, if it is."""
-        resumes, swapped = sequence.num_preemptions > 0, len(sequence.swapped)
+        resumes, swapped, copied = sequence.num_preemptions > 0, len(sequence.swapped), 0
         first = not resumes and sequence.choice == 0
         if first:
             self._counts["missed"] += self.kv.missed(sequence, nodes)
@@ -538,7 +543,7 @@ class Scheduler:
         if leader:
             self.kv.fork(leader, sequence, sequence.num_prompt - 1)
         else:
-            self.kv.begin(sequence, nodes)
+            copied = self.kv.begin(sequence, nodes)
         computed = sequence.num_computed
         if sequence.num_cached is None:
             sequence.num_cached = computed
@@ -547,8 +552,8 @@ class Scheduler:
             self._counts["cached"] += computed
         if resumes:
             self._counts["recomputed"] += max(0, sequence.num_lost - computed)
-            copied = f", {max(0, swapped - len(nodes))} of {swapped} swapped blocks copied back" if swapped else ""
-            self._note(sequence, "resumed", f"{computed} of {len(sequence.tokens)} tokens are there, {len(nodes)} blocks shared{copied}")
+            back = f", {copied} of {swapped} swapped blocks copied back" if swapped else ""
+            self._note(sequence, "resumed", f"{computed} of {len(sequence.tokens)} tokens are there, {len(nodes)} blocks shared{back}")
         elif leader:
             self._note(sequence, "admitted", f"forked from choice {leader.choice} after {computed} tokens")
         else:
@@ -556,15 +561,14 @@ class Scheduler:
         return leader.slot if leader else None
 
     def _leader(self, sequence: Sequence) -> Sequence | None:
-        """Whom a waiting answer can be forked from: the request's first one, where it runs and has computed the prompt."""
+        """Whom a waiting answer can be forked from: the request's first one, where it runs, has computed the prompt, and has no
+        window that has left the prompt's end behind."""
         if sequence.choice == 0 or sequence.num_preemptions or sequence.num_prompt < 2:
             return None
         first = sequence.request.sequences[0]
-        return first if first.status is Status.RUNNING and first.num_computed >= first.num_prompt - 1 else None
-
-    def _fork_cost(self, sequence: Sequence, reach: int) -> int:
-        """Blocks a fork needs up to a length: new ones, and the copy of a shared tail."""
-        return self.kv.blocks_for(reach) - (sequence.num_prompt - 1) // self.kv.block_size
+        if first.status is not Status.RUNNING or first.num_computed < first.num_prompt - 1:
+            return None
+        return first if self.kv.can_fork(first, first.num_prompt - 1) else None
 
     def _lead(self, sequence: Sequence, row: RowResult) -> list[list[Logprob]] | None:
         """What a first answer does for all while it computes the prompt: score it, and let the others follow. Returns the scores."""
@@ -583,16 +587,14 @@ class Scheduler:
 
     def _blocks_ahead(self, sequence: Sequence) -> int:
         """Blocks a running sequence will soon ask for."""
-        table, kv = sequence.table, self.kv
-        assert table is not None
-        ahead = min(len(sequence.tokens) + kv.block_size, sequence.request.max_length - 1)
-        return max(0, kv.blocks_for(ahead) - len(table.block_ids))
+        return self.kv.num_ahead(sequence, min(len(sequence.tokens) + self.kv.block_size, sequence.request.max_length - 1))
 
     def _make_room(self, sequence: Sequence, num_tokens: int, place: int) -> bool:
         """Allocate, preempting as long as needed, never a row already planned. False where the sequence itself gave way, or is to
         wait for the pool to grow."""
         while not self.kv.allocate(sequence, num_tokens):
-            lacking = self.kv.blocks_for(num_tokens) - self.kv.blocks_for(sequence.num_scheduled) + 1
+            entries = self.kv.blocks_for(num_tokens) - self.kv.blocks_for(sequence.num_scheduled) + 1
+            lacking = entries * len(self.kv.groups)
             if self._grows_for(lacking):
                 self._wait(sequence, "growth", GROWS, self.kv.pool.total, self._wanted_blocks)
                 return False
@@ -614,9 +616,9 @@ class Scheduler:
         """
         kv = self.kv
         tokens, shared = victim.num_computed, kv.num_shared(victim)
-        blocks = kv.blocks_for(tokens)
+        blocks = kv.num_to_swap(victim)
         recompute = max(0, tokens - shared * kv.block_size) / self._prefill_rate.value
-        swap = (2 * blocks - min(shared, blocks)) * kv.block_bytes / self._copy_rate.value
+        swap = (blocks + kv.num_to_swap(victim, shared)) * kv.block_bytes / self._copy_rate.value
         compared = f"to compute {tokens} tokens again takes {recompute:.3g} s, to swap {blocks} blocks {swap:.3g} s"
         if not kv.swap_total:
             swaps, compared = False, "there is no swap space"

@@ -118,6 +118,7 @@ class Record:
     """What `octavo advise` reads, from a live engine or a file: the settings that matter, the figures, and how they went over time.
 
     samples: of the rolling window, oldest first. lengths: (prompt, generated) tokens of the answers that ended last.
+    groups: of how many KV groups a block serves one, so that a token is in as many blocks.
     """
 
     block_size: int
@@ -128,6 +129,7 @@ class Record:
     stats: Stats
     samples: list[Sample]
     lengths: list[tuple[int, int]]
+    groups: int = 1
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ class Engine:
             prealloc_blocks=self.capacity.prealloc_blocks,
             block_size=self.capacity.block_size,
             block_bytes=self.capacity.block_bytes,
+            windows=self.capacity.windows,
             max_batch_size=config.scheduler.max_batch_size,
             prefill_chunk_size=config.scheduler.prefill_chunk_size,
             policy=config.scheduler.policy,

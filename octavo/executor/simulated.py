@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 
 from octavo.errors import EngineError
 from octavo.executor.base import Executor
+from octavo.kv_groups import first_seen
 from octavo.plan import (
     HOLE,
     MAX_IN_FLIGHT,
@@ -49,17 +50,19 @@ class SimulatedClock:
 class _Slot:
     """What a worker holds of one sequence.
 
-    marks[i] stands for the keys and values of token i and of all before it. unreported: places of samples whose results were not
-    collected. lost: what went wrong with it; useless once that was collected, and the plans to come should know.
+    marks[i] stands for the keys and values of token i and of all before it, in the first KV group. left[g]: entries of group g's table
+    that were given up. unreported: places of samples whose results were not collected. lost: what went wrong with it; useless once that
+    was collected, and the plans to come should know.
     """
 
-    __slots__ = ("assignment", "computed", "group_tables", "history", "lost", "marks", "unreported", "useless")
+    __slots__ = ("assignment", "computed", "group_tables", "history", "left", "lost", "marks", "unreported", "useless")
 
-    def __init__(self, assignment: Assignment, computed: int) -> None:
+    def __init__(self, assignment: Assignment, computed: int, num_groups: int) -> None:
         self.assignment = assignment
         self.history = list(assignment.history)
         self.computed = computed
-        self.group_tables: list[list[int]] = []
+        self.group_tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.left = [0] * num_groups
         self.marks: list[int] = []
         self.unreported: set[int] = set()
         self.lost: str | None = None
@@ -111,8 +114,8 @@ class SimulatedExecutor(Executor):
         self.committed = self.capacity.committed_blocks
         self.breaches: list[str] = []
         self._slots: dict[int, _Slot] = {}
-        self._holders: dict[tuple[int, int], set[int]] = {}
-        self._contents: dict[tuple[int, Tier, int], list[int | None]] = {}
+        self._holders: defaultdict[int, set[int]] = defaultdict(set)
+        self._contents: dict[tuple[Tier, int], list[int | None]] = {}
         self._flights: deque[tuple[StepResult | BaseException, list[tuple[Row, _Slot]]]] = deque()
         self._step = 0
 
@@ -196,8 +199,9 @@ class SimulatedExecutor(Executor):
             self._require(not slot.useless, f"slot {row.slot} goes on although {slot.lost!r} was reported")
             slot.history += row.token_ids
             for group, update in enumerate(row.tables):
-                if update is not None:
-                    self._update_table(row.slot, group, update)
+                self._update_table(row.slot, group, update)
+            if self.verify:
+                self._leave_behind(row.slot, row.start)
         if self.verify:
             # Only now does every slot hold what it will hold while the rows run.
             for row in plan.rows:
@@ -206,7 +210,7 @@ class SimulatedExecutor(Executor):
     def _resize(self, plan: StepPlan) -> None:
         wanted = plan.pool_blocks
         if wanted < self.committed:
-            for place in [place for place in self._contents if place[1] is Tier.DEVICE and place[2] >= wanted]:
+            for place in [place for place in self._contents if place[0] is Tier.DEVICE and place[1] >= wanted]:
                 del self._contents[place]
             self.committed = wanted
         pace = self.commits_per_step if self.commits_per_step is not None and plan.rows else wanted
@@ -217,9 +221,9 @@ class SimulatedExecutor(Executor):
         for tier, block_id in ((copy.source_tier, copy.source), (copy.target_tier, copy.target)):
             there = self.committed if tier is Tier.DEVICE else self.capacity.swap_blocks
             self._require(0 <= block_id < there, f"a copy names block {block_id} of {there} in tier {tier}")
-        source = self._contents.get((copy.group, copy.source_tier, copy.source))
+        source = self._contents.get((copy.source_tier, copy.source))
         self._require(source is not None, f"block {copy.source} is copied and holds nothing")
-        self._contents[copy.group, copy.target_tier, copy.target] = list(source or [])
+        self._contents[copy.target_tier, copy.target] = list(source or [])
 
     def _assign(self, row: Row, assignment: Assignment) -> None:
         self._require(row.slot not in self._slots, f"slot {row.slot} is assigned anew and was not released")
@@ -229,29 +233,39 @@ class SimulatedExecutor(Executor):
         legal = all(0 <= token_id < self.capacity.vocab_size for token_id in assignment.history)
         self._require(legal, f"slot {row.slot} has a token outside the vocabulary")
         # What a cache may have spared is not taken on trust: the blocks read are compared.
-        self._slots[row.slot] = _Slot(assignment, row.start)
+        self._slots[row.slot] = _Slot(assignment, row.start, len(self.capacity.windows))
 
     def _release(self, number: int) -> None:
         slot = self._slots.pop(number, None)
-        for group, table in enumerate(slot.group_tables if slot else []):
+        for table in slot.group_tables if slot else []:
             for block_id in table:
-                self._holders.get((group, block_id), set()).discard(number)
+                self._holders[block_id].discard(number)
 
     def _update_table(self, number: int, group: int, update: TableUpdate) -> None:
-        tables = self._slots[number].group_tables
-        while len(tables) <= group:
-            tables.append([])
-        table = tables[group]
+        self._require(group < len(self.capacity.windows), f"slot {number} has a table of group {group} of {len(self.capacity.windows)}")
+        slot = self._slots[number]
+        table = slot.group_tables[group]
         self._require(0 <= update.start <= len(table), f"slot {number}'s table of {len(table)} blocks changes from {update.start} on")
         for block_id in update.block_ids:
             there = block_id == HOLE or 0 <= block_id < self.committed
             self._require(there, f"slot {number} names block {block_id} of {self.committed}")
         if self.verify:
             for block_id in table[update.start :]:
-                self._holders[group, block_id].discard(number)
+                self._holders[block_id].discard(number)
             for block_id in update.block_ids:
-                self._holders.setdefault((group, block_id), set()).add(number)
+                self._holders[block_id].add(number)
         table[update.start :] = update.block_ids
+        slot.left[group] = min(slot.left[group], update.start)
+
+    def _leave_behind(self, number: int, start: int) -> None:
+        """What lies behind the windows of the token at `start` is given up: it may be others' by now."""
+        slot = self._slots[number]
+        for group, (table, window) in enumerate(zip(slot.group_tables, self.capacity.windows, strict=True)):
+            behind = min(len(table), first_seen(window, start, self.capacity.block_size))
+            for place in range(slot.left[group], behind):
+                self._holders[table[place]].discard(number)
+                table[place] = HOLE
+            slot.left[group] = max(slot.left[group], behind)
 
     def _verify_row(self, row: Row, planned: set[int]) -> None:
         slot, end, name = self._slots[row.slot], row.start + row.count, f"slot {row.slot}"
@@ -268,14 +282,13 @@ class SimulatedExecutor(Executor):
             scores_prompt = _scores_prompt(slot.assignment) and wanted <= row.num_logits <= row.count
             self._require(row.num_logits == wanted or scores_prompt, f"{name} needs {wanted} logits and asks for {row.num_logits}")
         block_size = self.capacity.block_size
-        self._require(bool(slot.group_tables), f"{name} has no block table")
-        for group, table in enumerate(slot.group_tables):
+        for table in slot.group_tables:
             self._require(end <= len(table) * block_size, f"{name} computes up to {end} and has {len(table)} blocks of {block_size}")
             for block_id in table[row.start // block_size : (end - 1) // block_size + 1]:
                 self._require(block_id != HOLE, f"{name} writes into a hole")
                 self._require(block_id < self.committed, f"{name} writes block {block_id} of {self.committed}")
                 # A slot without a row may hold a table that its next row will change; what it then reads is compared.
-                others = (self._holders[group, block_id] & planned) - {row.slot}
+                others = (self._holders[block_id] & planned) - {row.slot}
                 self._require(not others, f"{name} writes block {block_id}, which slots {sorted(others)} hold")
 
     def _run(self, plan: StepPlan) -> StepResult:
@@ -320,17 +333,15 @@ class SimulatedExecutor(Executor):
         """Every block read must hold this sequence's tokens, whoever computed them; then the row's own are stored."""
         block_size, end = self.capacity.block_size, slot.computed
         slot.mark(end)
-        for group, table in enumerate(slot.group_tables):
-            for place in range(-(-end // block_size)):
-                if table[place] == HOLE:
-                    continue
-                block = self._contents.setdefault((group, Tier.DEVICE, table[place]), [None] * block_size)
+        for group, (table, window) in enumerate(zip(slot.group_tables, self.capacity.windows, strict=True)):
+            for place in range(first_seen(window, row.start, block_size), -(-end // block_size)):
+                block = self._contents.setdefault((Tier.DEVICE, table[place]), [None] * block_size)
                 first = place * block_size
                 filled = min(max(row.start - first, 0), block_size)
-                right = block[:filled] == slot.marks[first : first + filled]
+                marks = [mark ^ group for mark in slot.marks[first : min(end, first + block_size)]]
+                right = table[place] != HOLE and block[:filled] == marks[:filled]
                 self._require(right, f"slot {row.slot} reads block {table[place]}, which holds another sequence's tokens")
-                fresh = slot.marks[first + filled : min(end, first + block_size)]
-                block[filled : filled + len(fresh)] = fresh
+                block[filled : len(marks)] = marks[filled:]
 
 
 def _scores_prompt(assignment: Assignment) -> bool:
@@ -359,6 +370,7 @@ def simulated_capacity(
     longest: int | None = None,
     vocab_size: int = 256,
     block_bytes: int = 1024,
+    windows: tuple[int | None, ...] = (None,),
 ) -> Capacity:
     """A worker's capacity, bound by its pool unless `longest` is given; all of it committed unless said."""
     return Capacity(
@@ -373,4 +385,5 @@ def simulated_capacity(
         vocab_size=vocab_size,
         dtype="float32",
         device="simulated",
+        windows=windows,
     )

@@ -86,7 +86,7 @@ class CpuOps(ReferenceOps):
             return forward(token_ids, positions, kv, batch)
         recording.token_ids.copy_(token_ids)
         recording.positions.copy_(positions)
-        recording.native.run([_plan(batch, kv[0], heads, window) for _, window, heads in recording.plans])
+        recording.native.run([_plan(batch, kv[0], *name) for _, *name in recording.plans])
         return recording.hidden
 
     def _record(self, forward: Forward, token_ids: Tensor, positions: Tensor, kv: list[LayerKV], batch: AttentionBatch) -> Tensor:
@@ -290,10 +290,10 @@ class CpuOps(ReferenceOps):
         is_bfloat16, shape = _IS_BFLOAT16.get(query.dtype), kv.shape
         if is_bfloat16 is None or shape.dtype not in _ELEMENTS or shape.head_dim > MAX_HEAD_DIM or shape.head_dim % 4:
             return super().paged_attention(query, key, value, rotation, kv, batch, scale, window, softcap)
-        name = ("native", window, query.shape[1])
-        plan = batch.prepared.get(name)
+        name = (kv.group, query.shape[1], window)
+        plan = batch.prepared.get(("native", *name))
         if plan is None:
-            plan = batch.prepared[name] = _plan(batch, kv, query.shape[1], window)
+            plan = batch.prepared["native", *name] = _plan(batch, kv, *name)
         query, key, value = _by_token(query), _by_token(key.to(query.dtype)), _by_token(value.to(query.dtype))
         cos, sin = rotation[0].contiguous(), rotation[1].contiguous()
         out = self._empty(*query.shape, dtype=query.dtype)
@@ -383,9 +383,9 @@ def _by_token(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
-def _plan(batch: AttentionBatch, kv: LayerKV, num_heads: int, window: int | None) -> _native.AttentionPlan:
-    shape, slots = kv.shape, batch.slots.contiguous()
-    tables = [np.asarray(table, dtype=np.int64) for table in batch.tables]
+def _plan(batch: AttentionBatch, kv: LayerKV, group: int, num_heads: int, window: int | None) -> _native.AttentionPlan:
+    shape, slots = kv.shape, batch.slots[group].contiguous()
+    tables = [np.asarray(table, dtype=np.int64) for table in batch.tables[group]]
     return _native.AttentionPlan(
         np.array(batch.counts, dtype=np.int64),
         np.array(batch.starts, dtype=np.int64),

@@ -46,11 +46,13 @@ class LayerKV:
     """One layer's keys and values inside the block-major region.
 
     region: uint8 [num_blocks, shape.num_bytes]; a block is [num_layers, keys then values, num_kv_heads, head_bytes].
+    layer: its place in a block. group: the KV group whose blocks hold it.
     """
 
     region: Tensor
     shape: BlockShape
     layer: int
+    group: int = 0
 
 
 Matrix: TypeAlias = Any
@@ -61,15 +63,15 @@ Matrix: TypeAlias = Any
 class AttentionBatch:
     """Which tokens attend to what: R rows of any mix of chunk and decode, T tokens in all, in row order.
 
-    counts[r]: new tokens of row r. starts[r]: the position of the first. tables[r]: the row's block table, which covers
-    starts[r] + counts[r] positions; entries behind a window may be HOLE.
-    slots: [T] where each new token's keys and values go, as block id * block_size + offset.
+    counts[r]: new tokens of row r. starts[r]: the position of the first. tables[g][r]: the row's block table of KV group g, which
+    covers starts[r] + counts[r] positions; entries behind a window may be HOLE, or stale.
+    slots: [G, T] where each new token's keys and values go, as block id * block_size + offset.
     prepared: what a backend derives from the above, once a step, for all layers.
     """
 
     counts: list[int]
     starts: list[int]
-    tables: list[Any]
+    tables: list[list[Any]]
     slots: Tensor
     block_size: int
     prepared: dict[Any, Any]

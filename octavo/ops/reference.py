@@ -11,6 +11,7 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -165,9 +166,11 @@ class ReferenceOps:
         query, key = rotate(query, *rotation), rotate(key, *rotation)
         for which, rows in enumerate((key, value)):
             _store(kv, which, rows, batch)
-        key_name = ("reference", window)
+        key_name = ("reference", kv.group, window)
         if key_name not in batch.prepared:
-            batch.prepared[key_name] = _plan(batch, window, -(-MIN_QUERY_ROWS * key.shape[1] // query.shape[1]), self.device)
+            batch.prepared[key_name] = _plan(
+                batch, batch.tables[kv.group], window, -(-MIN_QUERY_ROWS * key.shape[1] // query.shape[1]), self.device
+            )
         out = torch.empty_like(query)
         for group in batch.prepared[key_name]:
             out[group.tokens] = group.attend(query[group.tokens], kv, scale, softcap, self._scratch).to(out.dtype)
@@ -229,7 +232,8 @@ def _store(kv: LayerKV, which: int, rows: Tensor, batch: AttentionBatch) -> None
     shape = kv.shape
     memory = kv.region.view(-1, shape.num_layers, 2, shape.num_kv_heads, shape.head_bytes)[:, kv.layer, which]
     elements, scales = _views(memory, shape)
-    blocks, offsets = batch.slots // batch.block_size, batch.slots % batch.block_size
+    slots = batch.slots[kv.group]
+    blocks, offsets = slots // batch.block_size, slots % batch.block_size
     if scales is not None:
         wide = rows.float()
         scale = wide.abs().amax(-1) / 127
@@ -344,7 +348,7 @@ class _Group:
         return out
 
 
-def _plan(batch: AttentionBatch, window: int | None, padded: int, device: torch.device) -> list[_Group]:
+def _plan(batch: AttentionBatch, tables: list[Any], window: int | None, padded: int, device: torch.device) -> list[_Group]:
     """Cut the batch into groups of rows with equally many queries, decode rows together and each chunk by itself."""
     firsts = np.concatenate(([0], np.cumsum(batch.counts))).tolist()
     pieces = []  # (queries, first token, first position, row)
@@ -359,16 +363,18 @@ def _plan(batch: AttentionBatch, window: int | None, padded: int, device: torch.
         count, _, position, _ = piece
         more = -(-(position + count) // TILE)
         if held and (count != held[0][0] or tiles + more > GROUP_TILES):
-            groups.append(_group(batch, held, window, padded, device))
+            groups.append(_group(tables, held, batch.block_size, window, padded, device))
             held, tiles = [], 0
         held.append(piece)
         tiles += more
-    groups.append(_group(batch, held, window, padded, device))
+    groups.append(_group(tables, held, batch.block_size, window, padded, device))
     return groups
 
 
-def _group(batch: AttentionBatch, pieces: list[tuple[int, int, int, int]], window: int | None, padded: int, device: torch.device) -> _Group:
-    count, size = pieces[0][0], batch.block_size
+def _group(
+    tables: list[Any], pieces: list[tuple[int, int, int, int]], size: int, window: int | None, padded: int, device: torch.device
+) -> _Group:
+    count = pieces[0][0]
     padded = max(padded, count)
     per_tile = max(1, TILE // size)
     spans = []  # first and last tile of each piece
@@ -384,7 +390,7 @@ def _group(batch: AttentionBatch, pieces: list[tuple[int, int, int, int]], windo
 
     blocks = np.zeros((len(rows), per_tile), dtype=np.int64)
     for row, (first, last) in enumerate(spans):
-        table = np.asarray(batch.tables[pieces[row][3]])
+        table = np.asarray(tables[pieces[row][3]])
         wanted = np.arange(first * TILE, (last + 1) * TILE, min(size, TILE)) // size
         known = np.where(wanted < len(table), table[np.minimum(wanted, len(table) - 1)], 0)
         blocks[rows == row] = np.maximum(known, 0).reshape(-1, per_tile)

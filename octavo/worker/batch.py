@@ -15,34 +15,34 @@ from octavo.worker.adjustments import Adjustments
 
 
 class Slot:
-    """What the worker holds of a running sequence. `history` grows by its own samples; `table` is the block table.
+    """What the worker holds of a running sequence. `history` grows by its own samples; `tables` are the block tables, one a KV group.
 
     adjustments: what changes its logits, made when it first samples; None where nothing does.
     """
 
-    __slots__ = ("_entries", "adjustments", "assignment", "history", "table")
+    __slots__ = ("_entries", "adjustments", "assignment", "history", "tables")
 
-    def __init__(self, assignment: Assignment) -> None:
+    def __init__(self, assignment: Assignment, num_groups: int) -> None:
         self.assignment = assignment
         self.history = list(assignment.history)
         self.adjustments: Adjustments | None = None
-        self._entries = np.empty(0, dtype=np.int64)
-        self.table = self._entries
+        self._entries = [np.empty(0, dtype=np.int64)] * num_groups
+        self.tables = list(self._entries)
 
     def take(self, row: Row) -> None:
         """Bring the slot up to date with a row that is about to run."""
         self.history += row.token_ids
-        for update in row.tables:
-            if update is not None:
-                length = update.start + len(update.block_ids)
-                if length > len(self._entries):
-                    # Half as much again, so that a long table is not copied for each block it gains.
-                    self._entries = np.concatenate((self._entries, np.empty(length + length // 2 - len(self._entries), dtype=np.int64)))
-                self._entries[update.start : length] = update.block_ids
-                self.table = self._entries[:length]
+        for group, update in enumerate(row.tables):
+            entries, length = self._entries[group], update.start + len(update.block_ids)
+            if length > len(entries):
+                # Half as much again, so that a long table is not copied for each block it gains.
+                entries = np.concatenate((entries, np.empty(length + length // 2 - len(entries), dtype=np.int64)))
+                self._entries[group] = entries
+            entries[update.start : length] = update.block_ids
+            self.tables[group] = entries[:length]
 
     def mapping_bytes(self) -> int:
-        return sys.getsizeof(self._entries) + sys.getsizeof(self.table)
+        return sum(map(sys.getsizeof, (self._entries, self.tables, *self._entries, *self.tables)))
 
 
 @dataclass
@@ -57,25 +57,30 @@ class InputBatch:
 def build(rows: list[Row], slots: dict[int, Slot], block_size: int, device: torch.device) -> InputBatch:
     token_ids: list[int] = []
     positions: list[int] = []
-    targets: list[int] = []
     for row in rows:
         slot, start, end = slots[row.slot], row.start, row.start + row.count
         known = slot.history + row.draft_ids if row.draft_ids else slot.history
-        if row.count == 1:
-            token_ids.append(known[start])
-            positions.append(start)
-            targets.append(int(slot.table[start // block_size]) * block_size + start % block_size)
-        else:
-            at = np.arange(start, end)
-            token_ids += known[start:end]
-            positions += range(start, end)
-            targets += (slot.table[at // block_size] * block_size + at % block_size).tolist()
+        token_ids += known[start:end]
+        positions += range(start, end)
+    tables = [list(of_group) for of_group in zip(*(slots[row.slot].tables for row in rows), strict=True)]
     attention = AttentionBatch(
         counts=[row.count for row in rows],
         starts=[row.start for row in rows],
-        tables=[slots[row.slot].table for row in rows],
-        slots=torch.tensor(targets, device=device),
+        tables=tables,
+        slots=torch.tensor([_targets(rows, of_group, block_size) for of_group in tables], device=device),
         block_size=block_size,
         prepared={},
     )
     return InputBatch(torch.tensor(token_ids, device=device), torch.tensor(positions, device=device), attention)
+
+
+def _targets(rows: list[Row], tables: list[np.ndarray], block_size: int) -> list[int]:
+    """Where each token's keys and values go in one group."""
+    targets: list[int] = []
+    for row, table in zip(rows, tables, strict=True):
+        if row.count == 1:
+            targets.append(int(table[row.start // block_size]) * block_size + row.start % block_size)
+        else:
+            at = np.arange(row.start, row.start + row.count)
+            targets += (table[at // block_size] * block_size + at % block_size).tolist()
+    return targets

@@ -1,7 +1,7 @@
-"""KV memory: one block-major region, so that a block, all layers of it, is one stretch of bytes.
+"""KV memory: one block-major region, so that a block, all layers of the group it serves, is one stretch of bytes.
 
 region  [block 0 | block 1 | ...  ]
-block   [layer 0 | layer 1 | ...  ]
+block   [layer 0 | layer 1 | ...  ] of one group; any block may serve any group
 layer   [keys | values], each a stretch for every head; what lies where in it is the backend's
 
 On the CPU the region is address space for the ceiling, and its first `committed` blocks alone have memory; elsewhere all have.
@@ -42,10 +42,19 @@ class KVStore:
     """`num_blocks` at most, and a host tier of `swap_blocks`. Of `prealloc_blocks` the first FIRST_BYTES are committed here and now,
     so that work can begin; the others follow beside it.
 
+    groups: which of the model's layers each KV group holds; all are one group where it is None.
     growth_refused: why growth stopped short, until the pool is no longer to be larger than it is.
     """
 
-    def __init__(self, shape: BlockShape, num_blocks: int, prealloc_blocks: int, device: torch.device, swap_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        shape: BlockShape,
+        num_blocks: int,
+        prealloc_blocks: int,
+        device: torch.device,
+        swap_blocks: int = 0,
+        groups: list[list[int]] | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
         self.shape = shape
         self.block_bytes = shape.num_bytes
@@ -63,7 +72,9 @@ class KVStore:
         else:
             self.region = torch.empty(sizes, dtype=torch.uint8, device=device)
             self.committed = num_blocks
-        self.layers = [LayerKV(self.region, shape, layer) for layer in range(shape.num_layers)]
+        groups = groups or [list(range(shape.num_layers))]
+        places = {layer: (place, group) for group, layers in enumerate(groups) for place, layer in enumerate(layers)}
+        self.layers = [LayerKV(self.region, shape, *places[layer]) for layer in range(len(places))]
 
         sizes = (swap_blocks, shape.num_bytes)
         if self._pages and swap_blocks:

@@ -14,6 +14,7 @@ from torch import Tensor
 from octavo import models, ops
 from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, ConfigError, EngineError
+from octavo.kv_groups import KVGroups, cut_layers
 from octavo.layers.weights import Weights
 from octavo.loading.checkpoint import Checkpoint
 from octavo.ops.interface import AttentionBatch, BlockShape
@@ -76,17 +77,20 @@ class Runner:
             with self._ops.loading():
                 self.model = decoder(self._ops, weights, model_config, reach)
             _check_untaken(weights)
+            windows, layers = cut_layers(model_config.windows, reach)
+            groups = KVGroups(windows, block_size, config.scheduler.prefill_chunk_size)
             shape = BlockShape(
-                num_layers=model_config.num_layers,
+                num_layers=max(map(len, layers)),
                 num_kv_heads=model_config.num_kv_heads,
                 block_size=block_size,
                 head_dim=model_config.head_dim,
                 dtype=kv_dtype,
             )
-            num_blocks, ceiling_by = _pool_blocks(config, shape.num_bytes, -(-reach // block_size), self.device)
+            num_blocks, ceiling_by = _pool_blocks(config, shape.num_bytes, groups, reach, self.device)
             swap_blocks = _swap_blocks(config, shape.num_bytes, num_blocks, self.device)
-            self._kv = KVStore(shape, num_blocks, config.memory.prealloc_blocks, self.device, swap_blocks)
-        limits["the KV pool"] = num_blocks * block_size
+            self._kv = KVStore(shape, num_blocks, config.memory.prealloc_blocks, self.device, swap_blocks, layers)
+        self._num_groups = len(layers)
+        limits["the KV pool"] = groups.longest(num_blocks, reach + block_size)
         bound_by = min(limits, key=lambda name: limits[name])
         self.capacity = Capacity(
             num_blocks=num_blocks,
@@ -102,6 +106,7 @@ class Runner:
             vocab_size=model_config.vocab_size,
             dtype=str(dtype).removeprefix("torch."),
             device=self.device.type,
+            windows=windows,
         )
 
     def mapping_bytes(self) -> int:
@@ -142,10 +147,9 @@ class Runner:
         seconds = time.perf_counter() - began if plan.copies else 0.0
         for row in plan.rows:
             if row.assign is not None:
-                self._slots[row.slot] = Slot(row.assign)
+                self._slots[row.slot] = Slot(row.assign, self._num_groups)
             for update in row.tables:
-                if update is not None:
-                    self._kv.check(Tier.DEVICE, max([0, *update.block_ids]))
+                self._kv.check(Tier.DEVICE, max([0, *update.block_ids]))
             self._slots[row.slot].take(row)
         return seconds
 
@@ -240,10 +244,11 @@ class Runner:
     def _failed(self, row: Row, error: str | None = None) -> RowResult:
         """Zeros take the place of what the row wrote, which must not meet another sequence, not even as a value of weight zero."""
         shape, places = self._kv.shape, np.arange(row.start, row.start + row.count)
-        table = self._slots[row.slot].table
-        slots = torch.from_numpy(table[places // self._block_size] * self._block_size + places % self._block_size).to(self.device)
+        tables = self._slots[row.slot].tables
+        targets = [table[places // self._block_size] * self._block_size + places % self._block_size for table in tables]
+        slots = torch.from_numpy(np.array(targets)).to(self.device)
         # Nothing else in these blocks may change: a plan in flight may copy them for another answer to the same prompt.
-        alone = AttentionBatch([1] * row.count, places.tolist(), [table] * row.count, slots, self._block_size, {})
+        alone = AttentionBatch([1] * row.count, places.tolist(), [[table] * row.count for table in tables], slots, self._block_size, {})
         zeros = torch.zeros(row.count, shape.num_kv_heads, shape.head_dim, device=self.device)
         angles = torch.zeros(row.count, 0, device=self.device)
         for layer in self._kv.layers:
@@ -292,7 +297,7 @@ def _runs_quantized(quantization: str, checkpoint: Checkpoint) -> bool:
     return 2 * sum(size for name, size in sizes.items() if checkpoint.dtype(name) is None) > sum(sizes.values())
 
 
-def _pool_blocks(config: EngineConfig, block_bytes: int, blocks_per_context: int, device: torch.device) -> tuple[int, str]:
+def _pool_blocks(config: EngineConfig, block_bytes: int, groups: KVGroups, context: int, device: torch.device) -> tuple[int, str]:
     """The pool's ceiling and what decides it: what was asked, or half of what is free, at most `max_batch_size` full contexts."""
     asked, free = config.memory, available_memory(device.type)
     if asked.max_blocks is not None:
@@ -306,10 +311,11 @@ def _pool_blocks(config: EngineConfig, block_bytes: int, blocks_per_context: int
         said = f"kv_cache_memory: auto, of {free} bytes available"
         blocks, ceiling_by = min(
             (free // 2 // block_bytes, f"half of the {free / 2**30:.1f} GiB available"),
-            (contexts * blocks_per_context, f"{contexts} full contexts"),
+            (contexts * groups.most(0, context), f"{contexts} full contexts"),
         )
-    if blocks < 2:
-        raise ConfigError(f"{said}; a pool needs at least 2 blocks of {block_bytes} bytes")
+    least = 2 * len(groups)
+    if blocks < least:
+        raise ConfigError(f"{said}; a pool needs at least {least} blocks of {block_bytes} bytes")
     if blocks * block_bytes > free:
         raise ConfigError(f"{said}; {blocks} blocks take {blocks * block_bytes} bytes and {free} are available")
     return blocks, ceiling_by

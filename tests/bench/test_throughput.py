@@ -77,7 +77,7 @@ def test_reserving_limits_what_runs_at_once_to_the_whole_contexts_of_the_pool() 
     assert served(engine_of(3), USUAL, work)[0].most_rows > 3
     assert slots(TRADITIONAL, engine_of(3, max_batch_size=2), CONTEXT) == 2
     assert slots(TRADITIONAL, engine_of(3), CONTEXT + 1) == 2
-    with pytest.raises(InvalidValueError, match="memory: 'reserve'; the pool holds 96 tokens and a whole context is 97"):
+    with pytest.raises(InvalidValueError, match="memory: 'reserve'; the pool has 24 blocks and a whole context of 97 tokens takes 25"):
         slots(TRADITIONAL, engine_of(3), 97)
 
 
@@ -250,7 +250,10 @@ def test_a_sweep_compares_the_opposite_corners(tiny: Path, tmp_path: Path, capsy
         ({"sweep": True}, "sweep: it makes up its own requests; dataset, data and scale are not for it"),
         ({"json": "nowhere/x.json"}, "json: there is no folder"),
         ({"out": "nowhere/x.png"}, "out: there is no folder"),
-        ({"memory": "reserve", "settings": {"max_blocks": 7}}, "memory: 'reserve'; the pool holds 112 tokens and a whole context is 128"),
+        (
+            {"memory": "reserve", "settings": {"max_blocks": 7}},
+            "memory: 'reserve'; the pool has 7 blocks and a whole context of 128 tokens takes 8",
+        ),
         ({"scale": 1.0, "requests": 1}, "requests: none of 1 fits in 128 tokens"),
     ],
 )

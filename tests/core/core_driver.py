@@ -7,10 +7,13 @@ from collections import Counter, deque
 from octavo.core.request import Request, Sequence
 from octavo.core.scheduler import Change, Scheduler
 from octavo.executor.simulated import SimulatedClock, SimulatedExecutor, simulated_capacity
-from octavo.plan import Assignment, StepPlan, StepResult
+from octavo.plan import HOLE, Assignment, StepPlan, StepResult
 from octavo.sampling_params import SamplingParams
 
 VOCABULARY = 50
+
+LIMIT = 100_000
+"""Tokens that no sequence reaches, even where all that it holds is a window."""
 
 
 def token_of_history(assignment: Assignment, tokens: list[int]) -> int:
@@ -32,6 +35,7 @@ class Driver:
         swap_blocks=0,
         policy="fcfs",
         prefix_caching=True,
+        windows=(None,),
         **faults,
     ) -> None:
         self.scheduler = Scheduler(
@@ -43,14 +47,16 @@ class Driver:
             swap_blocks=swap_blocks,
             policy=policy,
             prefix_caching=prefix_caching,
+            windows=windows,
         )
         capacity = simulated_capacity(
             num_blocks,
             block_size,
             committed_blocks=committed_blocks,
             swap_blocks=swap_blocks,
-            longest=num_blocks * block_size + 1,
+            longest=self.scheduler.kv.groups.longest(num_blocks, LIMIT) + 1,
             vocab_size=VOCABULARY,
+            windows=windows,
         )
         self.executor = SimulatedExecutor(capacity, next_token=next_token, **faults)
         self.clock = SimulatedClock()
@@ -139,7 +145,9 @@ class Driver:
             raise AssertionError(self.executor.breaches)
         for sequence in self.scheduler.running:
             told = sequence.table.num_sent
-            assert self.executor.table(sequence.slot)[:told] == sequence.table.block_ids[:told]
+            for group, ids in enumerate(sequence.table.groups):
+                known = self.executor.table(sequence.slot, group)
+                assert all(one == other for one, other in zip(ids[:told], known, strict=False) if HOLE not in (one, other))
 
     def check_idle(self) -> None:
         assert self.scheduler.kv.pool.num_used == 0

@@ -18,7 +18,7 @@ def name_chain(index, block_ids, first_token=0):
     """Name blocks, each after the one before."""
     node = None
     for place, block_id in enumerate(block_ids):
-        node = index.find_or_add(node, None, [first_token + place], block_id)
+        node = index.find_or_add(node, None, [first_token + place], [block_id])
 
 
 def books(pool):
@@ -212,7 +212,7 @@ def test_used_child_keeps_its_parents():
     pool, index = make_pool(5)
     trunk, leaf, other = pool.take(2), pool.take(1), pool.take(1)
     name_chain(index, trunk + leaf)
-    index.find_or_add(index.node(trunk[1]), None, [99], other[0])
+    index.find_or_add(index.node(trunk[1]), None, [99], [other[0]])
     pool.share(trunk)
     pool.give_back(trunk + other)
     pool.take(2)
@@ -231,7 +231,7 @@ def test_evicted_blocks_are_remembered_and_forgotten_ones_are_not():
     taken = pool.take(2)
     name_chain(index, taken)
     pool.give_back(taken)
-    pool.forget(taken[1])
+    pool.forget(index.node(taken[1]))
     pool.take(2)
     first = index.remembers(None, None, [0])
     assert first is not None
@@ -242,11 +242,11 @@ def test_forgotten_block_is_free_where_nobody_uses_it():
     pool, index = make_pool(4)
     taken = pool.take(2)
     name_chain(index, taken)
-    pool.forget(taken[1])
+    pool.forget(index.node(taken[1]))
     assert (pool.num_free, pool.num_cached, pool.num_used) == (2, 0, 2)
     pool.give_back(taken)
     assert (pool.num_free, pool.num_cached) == (3, 1)
-    pool.forget(taken[0])
+    pool.forget(index.node(taken[0]))
     assert (pool.num_free, pool.num_cached, len(index)) == (4, 0, 0)
     check(pool)
 
@@ -402,7 +402,7 @@ def two_used_and_two_cached():
         lambda pool, index: pool._cached.__setitem__(3, None),
         lambda pool, index: pool._cached.pop(0),
         lambda pool, index: index.forget(1),
-        lambda pool, index: index.find_or_add(None, None, [9], pool._free[0]),
+        lambda pool, index: index.find_or_add(None, None, [9], [pool._free[0]]),
         lambda pool, index: pool._cached.move_to_end(1),
         lambda pool, index: setattr(pool, "ceiling", 5),
         lambda pool, index: setattr(pool, "total", 7),
@@ -541,11 +541,11 @@ def test_any_calls_leave_the_books_in_order(total, more, calls):
             for block_id in there:
                 if naive.counts[block_id] and block_id not in naive.named:
                     token += 1
-                    index.find_or_add(None, None, [token], block_id)
+                    index.find_or_add(None, None, [token], [block_id])
                     naive.named.add(block_id)
         elif name == "forget":
             for block_id in set(there) & naive.named:
-                pool.forget(block_id)
+                pool.forget(index.node(block_id))
                 naive.forget(block_id)
         elif name == "forget_all":
             assert pool.forget_all() == len(naive.cached)

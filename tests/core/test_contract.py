@@ -19,7 +19,7 @@ def scored(history=(1, 2, 3, 4, 5), **values):
 
 
 def row(slot=0, start=5, count=1, blocks=None, at=0, num_logits=1, **values):
-    tables = [None if blocks is None else TableUpdate(at, list(blocks))]
+    tables = [] if blocks is None else [TableUpdate(at, list(blocks))]
     return Row(slot=slot, start=start, count=count, num_logits=num_logits, tables=tables, **values)
 
 

@@ -72,7 +72,7 @@ def test_blocks_are_counted_up(tokens, blocks):
 def test_table_grows_on_demand_and_keeps_what_it_has():
     manager = make_manager()
     sequence = begin(manager, range(20))
-    ids = sequence.table.block_ids
+    ids = sequence.table.groups[0]
     assert ids == []
     for end, blocks in [(3, 1), (4, 1), (9, 3)]:
         before = list(ids)
@@ -86,11 +86,11 @@ def test_allocation_beyond_the_pool_changes_nothing():
     manager = make_manager(num_blocks=3)
     sequence, other = begin(manager, range(8)), begin(manager, range(20, 40), "b")
     schedule(manager, sequence, 8)
-    before = books(manager), list(sequence.table.block_ids), sequence.table.limit
+    before = books(manager), list(sequence.table.groups[0]), sequence.table.limit
     assert not manager.allocate(sequence, 17)
     assert not manager.allocate(other, 5)
-    assert (books(manager), sequence.table.block_ids, sequence.table.limit) == before
-    assert other.table.block_ids == []
+    assert (books(manager), sequence.table.groups[0], sequence.table.limit) == before
+    assert other.table.groups[0] == []
     manager.check([sequence, other], [])
 
 
@@ -115,7 +115,7 @@ def test_free_gives_everything_back():
 def test_sequences_of_their_own_tokens_share_no_block():
     manager = make_manager()
     first, second = started(manager, range(10)), started(manager, range(20, 30), "b")
-    assert not set(first.table.block_ids) & set(second.table.block_ids)
+    assert not set(first.table.groups[0]) & set(second.table.groups[0])
     manager.check([first, second], [])
 
 
@@ -123,14 +123,14 @@ def test_worker_is_told_each_change_once():
     manager = make_manager()
     sequence = begin(manager, range(20))
     schedule(manager, sequence, 5)
-    ids = sequence.table.block_ids
+    ids = sequence.table.groups[0]
     (update,) = manager.table_updates(sequence)
     assert update == TableUpdate(0, ids)
     assert update.block_ids is not ids
-    assert manager.table_updates(sequence) == [None]
+    assert manager.table_updates(sequence) == []
     schedule(manager, sequence, 9)
     assert manager.table_updates(sequence) == [TableUpdate(2, ids[2:])]
-    assert manager.table_updates(sequence) == [None]
+    assert manager.table_updates(sequence) == []
 
 
 def test_worker_is_told_all_again_after_a_new_start():
@@ -140,8 +140,8 @@ def test_worker_is_told_all_again_after_a_new_start():
     manager.table_updates(sequence)
     manager.free(sequence)
     manager.begin(sequence, manager.match(sequence))
-    assert manager.table_updates(sequence) == [TableUpdate(0, sequence.table.block_ids)]
-    assert len(sequence.table.block_ids) == 2
+    assert manager.table_updates(sequence) == [TableUpdate(0, sequence.table.groups[0])]
+    assert len(sequence.table.groups[0]) == 2
 
 
 def test_allocation_is_timed_only_where_blocks_are_taken():
@@ -172,7 +172,7 @@ def test_hit_is_whole_blocks_and_never_reaches_the_last_token(known, asked, hit)
     manager.begin(second, nodes)
     assert (second.num_computed, second.num_scheduled) == (16 * hit, 16 * hit)
     assert second.num_computed < len(second.tokens)
-    assert (second.table.num_named, len(second.table.block_ids)) == (hit, hit)
+    assert (second.table.num_named, len(second.table.groups[0])) == (hit, hit)
     compute(manager, second)
     manager.check([second], [])
 
@@ -196,7 +196,7 @@ def test_hit_ends_where_the_tokens_differ_or_the_chain_was_cut():
     assert len(manager.match(make_sequence([*range(7), 99, *range(8, 17)]))) == 1
     assert manager.match(make_sequence([99, *range(1, 17)])) == []
     manager.pool.give_back(manager.pool.take(2))
-    assert [node.block_id for node in manager.match(make_sequence([*range(16), 99]))] == [0, 1]
+    assert [node.block_ids[0] for node in manager.match(make_sequence([*range(16), 99]))] == [0, 1]
 
 
 def test_generated_tokens_are_matched_like_a_prompt():
@@ -229,7 +229,7 @@ def test_positions_not_scored_yet_are_computed_whatever_is_known(scored):
 def test_requests_of_different_salts_share_nothing():
     manager = make_manager()
     sequences = [started(manager, range(9), f"{salt}", cache_salt=salt) for salt in (None, "x", "y", "x", None)]
-    shared = [set(one.table.block_ids[:2]) for one in sequences]
+    shared = [set(one.table.groups[0][:2]) for one in sequences]
     assert shared[0] == shared[4] != shared[1] == shared[3] != shared[2]
     assert len(set.union(*shared)) == 6
     manager.check(sequences, [])
@@ -240,21 +240,21 @@ def test_matched_blocks_are_shared_and_not_evicted():
     manager = make_manager(num_blocks=4)
     manager.free(started(manager, range(12)))
     sequence = begin(manager, [*range(8), 99], "b")
-    assert len(sequence.table.block_ids) == 2
+    assert len(sequence.table.groups[0]) == 2
     assert manager.pool.num_available == 2
     assert manager.pool.take(2)
     assert not manager.allocate(sequence, 9)
-    assert all(block_id in manager.index for block_id in sequence.table.block_ids)
+    assert all(block_id in manager.index for block_id in sequence.table.groups[0])
 
 
 def test_blocks_missing_are_those_not_shared_and_those_kept_from_eviction():
     manager = make_manager()
     running = started(manager, range(12))
     other = make_sequence([*range(12), 99], "b")
-    assert manager.num_missing(13, manager.match(other)) == 1
+    assert manager.num_missing(other, 13, manager.match(other)) == 1
     manager.free(running)
-    assert manager.num_missing(13, manager.match(other)) == 4
-    assert manager.num_missing(13, []) == 4
+    assert manager.num_missing(other, 13, manager.match(other)) == 4
+    assert manager.num_missing(other, 13, []) == 4
 
 
 def test_evicted_tokens_of_a_prompt_are_told_as_missed():
@@ -294,14 +294,14 @@ def test_only_confirmed_full_blocks_are_named():
     manager.name(sequence)
     assert len(manager.index) == sequence.table.num_named == 0
     confirm(manager, sequence)
-    assert [block_id in manager.index for block_id in sequence.table.block_ids] == [True, True, False]
+    assert [block_id in manager.index for block_id in sequence.table.groups[0]] == [True, True, False]
     assert sequence.table.num_named == 2
     schedule(manager, sequence, 16)
     manager.name(sequence)
     assert len(manager.index) == 2
     confirm(manager, sequence)
     assert len(manager.index) == 4
-    assert sequence.table.node.block_id == sequence.table.block_ids[3]
+    assert sequence.table.node.block_ids[0] == sequence.table.groups[0][3]
     manager.check([sequence], [])
 
 
@@ -312,16 +312,16 @@ def test_duplicate_gives_way_to_the_block_the_index_has():
     for sequence in (first, second):
         schedule(manager, sequence, 10)
         manager.table_updates(sequence)
-    own = list(second.table.block_ids)
+    own = list(second.table.groups[0])
     confirm(manager, first)
     confirm(manager, second)
-    assert second.table.block_ids == first.table.block_ids[:2] + own[2:]
+    assert second.table.groups[0] == first.table.groups[0][:2] + own[2:]
     assert second.table.num_sent == 0
     assert [manager.pool.count(block_id) for block_id in own] == [0, 0, 1]
-    assert [manager.pool.count(block_id) for block_id in first.table.block_ids] == [2, 2, 1]
+    assert [manager.pool.count(block_id) for block_id in first.table.groups[0]] == [2, 2, 1]
     assert manager.pool.num_used == 4
-    assert manager.table_updates(second) == [TableUpdate(0, second.table.block_ids)]
-    assert manager.table_updates(first) == [None]
+    assert manager.table_updates(second) == [TableUpdate(0, second.table.groups[0])]
+    assert manager.table_updates(first) == []
     assert manager.copies == []
     manager.check([first, second], [])
     manager.free(first)
@@ -338,12 +338,12 @@ def test_worker_is_told_from_the_first_block_that_was_pointed_elsewhere():
         schedule(manager, sequence, 14)
         manager.table_updates(sequence)
     third.table.num_named = second.table.num_named = 1
-    third.table.node = second.table.node = manager.index.node(first.table.block_ids[0])
+    third.table.node = second.table.node = manager.index.node(first.table.groups[0][0])
     confirm(manager, second)
     confirm(manager, third)
-    assert third.table.block_ids[:3] == second.table.block_ids[:3]
+    assert third.table.groups[0][:3] == second.table.groups[0][:3]
     assert third.table.num_sent == 2
-    assert manager.table_updates(third) == [TableUpdate(2, third.table.block_ids[2:])]
+    assert manager.table_updates(third) == [TableUpdate(2, third.table.groups[0][2:])]
     manager.check([first, second, third], [])
 
 
@@ -365,13 +365,13 @@ def test_duplicate_of_a_cached_block_brings_it_back_into_use():
 def test_tail_is_copied_for_every_writer_but_the_last(children):
     manager = make_manager()
     parent = started(manager, range(6))
-    tail = parent.table.block_ids[1]
+    tail = parent.table.groups[0][1]
     family = [parent]
     for choice in range(children):
         child = make_sequence([*range(6), 50 + choice], f"{choice}")
         manager.fork(parent, child, 6)
         assert (child.num_computed, child.num_scheduled, child.table.num_sent) == (6, 6, 0)
-        assert child.table.block_ids == parent.table.block_ids
+        assert child.table.groups[0] == parent.table.groups[0]
         family.append(child)
     assert manager.pool.num_used == 2
     assert manager.pool.count(tail) == children + 1
@@ -382,12 +382,12 @@ def test_tail_is_copied_for_every_writer_but_the_last(children):
         schedule(manager, sequence, 7)
         manager.check(family, [])
     assert [copy.source for copy in manager.copies] == [tail] * children
-    assert [copy.target for copy in manager.copies] == [sequence.table.block_ids[1] for sequence in family[:-1]]
-    assert family[-1].table.block_ids[1] == tail
-    assert len({sequence.table.block_ids[1] for sequence in family}) == children + 1
-    assert {sequence.table.block_ids[0] for sequence in family} == {parent.table.block_ids[0]}
-    assert manager.table_updates(parent) == [TableUpdate(1, parent.table.block_ids[1:])]
-    assert manager.table_updates(family[1]) == [TableUpdate(0, family[1].table.block_ids)]
+    assert [copy.target for copy in manager.copies] == [sequence.table.groups[0][1] for sequence in family[:-1]]
+    assert family[-1].table.groups[0][1] == tail
+    assert len({sequence.table.groups[0][1] for sequence in family}) == children + 1
+    assert {sequence.table.groups[0][0] for sequence in family} == {parent.table.groups[0][0]}
+    assert manager.table_updates(parent) == [TableUpdate(1, parent.table.groups[0][1:])]
+    assert manager.table_updates(family[1]) == [TableUpdate(0, family[1].table.groups[0])]
     before = len(manager.copies)
     for sequence in family:
         sequence.tokens += [1, 2]
@@ -401,11 +401,11 @@ def test_last_writer_writes_in_place_where_the_others_left():
     parent = started(manager, range(6))
     child = make_sequence([*range(6), 50], "b")
     manager.fork(parent, child, 6)
-    tail = parent.table.block_ids[1]
+    tail = parent.table.groups[0][1]
     manager.free(parent)
     schedule(manager, child, 7)
     assert manager.copies == []
-    assert child.table.block_ids[1] == tail
+    assert child.table.groups[0][1] == tail
     manager.check([child], [])
 
 
@@ -418,8 +418,8 @@ def test_nothing_is_copied_where_the_length_is_whole_blocks():
     schedule(manager, parent, 9)
     schedule(manager, child, 9)
     assert manager.copies == []
-    assert parent.table.block_ids[:2] == child.table.block_ids[:2]
-    assert parent.table.block_ids[2] != child.table.block_ids[2]
+    assert parent.table.groups[0][:2] == child.table.groups[0][:2]
+    assert parent.table.groups[0][2] != child.table.groups[0][2]
     manager.check([parent, child], [])
 
 
@@ -428,17 +428,17 @@ def test_child_shares_no_more_than_it_was_given():
     parent = started(manager, range(14))
     child = make_sequence([*range(5), 50], "b")
     manager.fork(parent, child, 5)
-    assert child.table.block_ids == parent.table.block_ids[:2]
+    assert child.table.groups[0] == parent.table.groups[0][:2]
     assert child.table.num_named == 1
-    assert child.table.node is manager.index.node(parent.table.block_ids[0])
+    assert child.table.node is manager.index.node(parent.table.groups[0][0])
     schedule(manager, child, 6)
-    assert manager.copies == [device_copy(parent.table.block_ids[1], child.table.block_ids[1])]
-    assert parent.table.block_ids[1] in manager.index
+    assert manager.copies == [device_copy(parent.table.groups[0][1], child.table.groups[0][1])]
+    assert parent.table.groups[0][1] in manager.index
     manager.check([parent, child], [])
     confirm(manager, child)
     child.tokens += [51, 52]
     compute(manager, child, 8)
-    assert manager.index.node(child.table.block_ids[1]).parent is manager.index.node(parent.table.block_ids[0])
+    assert manager.index.node(child.table.groups[0][1]).parent is manager.index.node(parent.table.groups[0][0])
     manager.check([parent, child], [])
 
 
@@ -449,10 +449,10 @@ def test_named_tail_is_not_written_where_its_parent_left():
     child = make_sequence([*range(6), 50], "b")
     manager.fork(parent, child, 6)
     manager.free(parent)
-    named = manager.index.node(child.table.block_ids[1])
+    named = manager.index.node(child.table.groups[0][1])
     schedule(manager, child, 7)
-    assert manager.index.node(child.table.block_ids[1]) is None
-    assert manager.copies == [device_copy(named.block_id, child.table.block_ids[1])]
+    assert manager.index.node(child.table.groups[0][1]) is None
+    assert manager.copies == [device_copy(named.block_ids[0], child.table.groups[0][1])]
     manager.check([child], [])
 
 
@@ -501,7 +501,7 @@ def test_names_of_what_is_not_to_be_kept_are_forgotten():
 def test_what_others_build_on_is_kept():
     manager = make_manager()
     broken = started(manager, range(16))
-    ids = broken.table.block_ids
+    ids = broken.table.groups[0]
     other = started(manager, [*range(8), 50, 51, 52, 53], "b")
     manager.free(broken, keep=False)
     assert [block_id in manager.index for block_id in ids] == [True, True, False, False]
@@ -555,7 +555,7 @@ def test_swapped_sequence_holds_host_blocks_and_comes_back_by_copies():
     manager = make_manager(num_blocks=4, swap_blocks=5)
     sequence = begin(manager, range(16))
     compute(manager, sequence, 10)
-    ids = list(sequence.table.block_ids)
+    ids = list(sequence.table.groups[0])
     schedule(manager, sequence, 14)  # in flight, and not to be trusted
     assert manager.swap_out(sequence)
     host = list(sequence.swapped)
@@ -568,9 +568,9 @@ def test_swapped_sequence_holds_host_blocks_and_comes_back_by_copies():
     manager.pool.give_back(manager.pool.take(4))  # nothing of it is cached any more
     nodes = manager.match(sequence)
     assert nodes == []
-    assert manager.num_missing(15, nodes) == 4
+    assert manager.num_missing(sequence, 15, nodes) == 4
     manager.begin(sequence, nodes)
-    ids = sequence.table.block_ids
+    ids = sequence.table.groups[0]
     assert manager.copies == [BlockCopy(Tier.HOST, h, Tier.DEVICE, d) for h, d in zip(host, ids, strict=True)]
     assert (sequence.num_computed, sequence.num_scheduled, sequence.swapped, manager.swap_free) == (10, 10, [], 5)
     assert sequence.table.num_named == len(manager.index) == 0
@@ -590,11 +590,11 @@ def test_only_what_the_index_has_not_is_copied_back():
     manager.pool.give_back(manager.pool.take(2))  # one was free, and the deepest named one goes
     nodes = manager.match(sequence)
     assert len(nodes) == 2
-    assert manager.num_missing(15, nodes) == 4
+    assert manager.num_missing(sequence, 15, nodes) == 4
     manager.begin(sequence, nodes)
-    ids = sequence.table.block_ids
+    ids = sequence.table.groups[0]
     assert manager.copies == [BlockCopy(Tier.HOST, h, Tier.DEVICE, d) for h, d in zip(host[2:], ids[2:], strict=True)]
-    assert ids[:2] == [node.block_id for node in nodes]
+    assert ids[:2] == [node.block_ids[0] for node in nodes]
     assert (sequence.num_computed, sequence.table.num_named, manager.swap_free) == (14, 2, 4)
     manager.check([sequence], [])
 
@@ -628,9 +628,9 @@ def test_index_may_have_more_than_was_swapped_out():
 def test_full_host_tier_refuses_and_changes_nothing(room):
     manager = make_manager(swap_blocks=room)
     sequence = started(manager, range(10))
-    before = books(manager), list(sequence.table.block_ids)
+    before = books(manager), list(sequence.table.groups[0])
     assert not manager.swap_out(sequence)
-    assert (books(manager), sequence.table.block_ids, sequence.swapped) == (*before, [])
+    assert (books(manager), sequence.table.groups[0], sequence.swapped) == (*before, [])
     manager.check([sequence], [])
 
 
@@ -677,18 +677,18 @@ def test_compaction_moves_tables_names_and_what_the_worker_knows():
         manager.table_updates(sequence)
     manager.free(gone, keep=False)
     manager.free(cached)
-    assert (kept.table.block_ids, low.table.block_ids) == ([3, 4, 5], [6])
+    assert (kept.table.groups[0], low.table.groups[0]) == ([3, 4, 5], [6])
     tables = [kept.table, low.table]
     with pytest.raises(InvariantError):
         manager.compact(5, tables)
     assert manager.copies == []
     assert manager.compact(6, tables) == 3
     assert manager.copies == [device_copy(6, 0), device_copy(7, 1), device_copy(8, 2)]
-    assert (kept.table.block_ids, low.table.block_ids) == ([3, 4, 5], [0])
+    assert (kept.table.groups[0], low.table.groups[0]) == ([3, 4, 5], [0])
     assert (kept.table.num_sent, low.table.num_sent) == (3, 0)
     assert manager.table_updates(low) == [TableUpdate(0, [0])]
-    assert manager.table_updates(kept) == [None]
-    assert [node.block_id for node in manager.match(make_sequence(range(60, 69)))] == [1, 2]
+    assert manager.table_updates(kept) == []
+    assert [node.block_ids[0] for node in manager.match(make_sequence(range(60, 69)))] == [1, 2]
     assert len(manager.match(make_sequence(range(20, 29)))) == 2
     manager.check([kept, low], [])
 
@@ -703,12 +703,12 @@ def test_shared_block_moves_once_and_in_every_table():
         manager.table_updates(sequence)
     manager.free(gone, keep=False)
     assert manager.compact(5, [parent.table, child.table]) == 1
-    assert parent.table.block_ids == child.table.block_ids == [4, 0]
+    assert parent.table.groups[0] == child.table.groups[0] == [4, 0]
     assert (parent.table.num_sent, child.table.num_sent) == (1, 1)
     assert len(manager.copies) == 1
     manager.check([parent, child], [])
     schedule(manager, child, 7)
-    assert manager.copies[1:] == [device_copy(0, child.table.block_ids[1])]
+    assert manager.copies[1:] == [device_copy(0, child.table.groups[0][1])]
     manager.check([parent, child], [])
 
 
@@ -718,7 +718,7 @@ def test_worker_is_told_from_the_first_block_that_moved():
     manager.table_updates(sequence)
     manager.free(gone, keep=False)
     assert manager.compact(4, [sequence.table]) == 2
-    assert sequence.table.block_ids == [2, 3, 0, 1]
+    assert sequence.table.groups[0] == [2, 3, 0, 1]
     assert manager.table_updates(sequence) == [TableUpdate(2, [0, 1])]
     manager.check([sequence], [])
 
@@ -749,7 +749,7 @@ def test_reset_forgets_and_names_nothing_of_the_running_ones():
     manager.check([sequence, child], [])
     fresh = started(manager, range(20), "d")
     assert len(manager.index) == 5
-    assert not set(fresh.table.block_ids) & set(sequence.table.block_ids)
+    assert not set(fresh.table.groups[0]) & set(sequence.table.groups[0])
     for one in (sequence, child, fresh):
         manager.free(one, keep=one is not sequence)
     assert (manager.pool.num_cached, manager.pool.num_free) == (5, 11)
@@ -840,12 +840,12 @@ def leak(manager, sequence, child, swapped):
 
 
 def name_twice(manager, sequence, child, swapped):
-    manager.pool.share(sequence.table.block_ids[:1])
-    sequence.table.block_ids.append(sequence.table.block_ids[0])
+    manager.pool.share(sequence.table.groups[0][:1])
+    sequence.table.groups[0].append(sequence.table.groups[0][0])
 
 
 def name_uncounted(manager, sequence, child, swapped):
-    child.table.block_ids[0] = sequence.table.block_ids[2]
+    child.table.groups[0][0] = sequence.table.groups[0][2]
 
 
 def schedule_past_the_table(manager, sequence, child, swapped):
@@ -877,7 +877,7 @@ def believe_in_more_names(manager, sequence, child, swapped):
 
 
 def forget_behind_its_back(manager, sequence, child, swapped):
-    manager.index.forget(sequence.table.block_ids[1])
+    manager.index.forget(sequence.table.groups[0][1])
 
 
 def know_another_node(manager, sequence, child, swapped):
@@ -889,7 +889,7 @@ def damage_the_pool(manager, sequence, child, swapped):
 
 
 def damage_the_index(manager, sequence, child, swapped):
-    manager.index.node(sequence.table.block_ids[0]).num_children += 1
+    manager.index.node(sequence.table.groups[0][0]).num_children += 1
 
 
 def lose_a_host_block(manager, sequence, child, swapped):

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from core_driver import VOCABULARY, Driver, expected
+from core_driver import LIMIT, VOCABULARY, Driver, expected
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -11,8 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from octavo.core.kv_manager import UNNAMED, KVManager
 from octavo.core.request import Request, Status
 from octavo.errors import InvalidValueError, InvariantError
-from octavo.plan import Tier
+from octavo.plan import HOLE, Tier
 from octavo.sampling_params import SamplingParams
+
+WINDOWS = st.sampled_from([(None,), (None,), (3,), (None, 2), (None, 5, 5), (None, None, 4), (7, 2), (1,), (None, 1)])
 
 DICE = st.randoms(use_true_random=True)
 """One draw a step, from which everything else follows: cheap, and evenly spread."""
@@ -21,8 +23,8 @@ DICE = st.randoms(use_true_random=True)
 class Memory(RuleBasedStateMachine):
     """Manager, pool and index, against the content of every block.
 
-    The keys and values of a token depend on all before it, and so stand here for the scope and those tokens. `device` and `host` hold
-    them by block; copies are carried out as late as a plan would, right before something is written.
+    The keys and values of a token depend on all before it, and so stand here for the scope and those tokens, and for the KV group.
+    `device` and `host` hold them by block; copies are carried out as late as a plan would, right before something is written.
     """
 
     @initialize(
@@ -30,11 +32,15 @@ class Memory(RuleBasedStateMachine):
         more=st.integers(0, 6),
         block_size=st.sampled_from([1, 2, 3, 4]),
         swap_blocks=st.sampled_from([0, 2, 5, 12]),
+        windows=WINDOWS,
         dice=DICE,
     )
-    def start(self, num_blocks, more, block_size, swap_blocks, dice):
-        self.manager = KVManager(num_blocks, block_size, lambda: 0.0, ceiling=num_blocks + more, swap_blocks=swap_blocks)
-        self.pool, self.index, self.size = self.manager.pool, self.manager.index, block_size
+    def start(self, num_blocks, more, block_size, swap_blocks, windows, dice):
+        num_blocks *= len(windows)
+        self.manager = KVManager(
+            num_blocks, block_size, lambda: 0.0, ceiling=num_blocks + more, swap_blocks=swap_blocks * len(windows), windows=windows
+        )
+        self.pool, self.index, self.size, self.windows = self.manager.pool, self.manager.index, block_size, windows
         self.contents = {}
         self.named = {}
         self.running, self.swapped = [], []
@@ -42,8 +48,14 @@ class Memory(RuleBasedStateMachine):
         for _ in range(3):
             self.comes_and_computes_its_prompt(dice)
 
-    def marks(self, sequence, start, end):
-        return [(sequence.request.scope, tuple(sequence.tokens[: place + 1])) for place in range(start, end)]
+    def marks(self, sequence, start, end, group=0):
+        return [(group, sequence.request.scope, tuple(sequence.tokens[: place + 1])) for place in range(start, end)]
+
+    def needed(self, length):
+        """(group, place) of the blocks that a sequence of so many computed tokens holds: what its next token sees, its last at least."""
+        for group, window in enumerate(self.windows):
+            seen = 0 if window is None else max(0, min(length - window + 1, length - self.size))
+            yield from ((group, place) for place in range(-(-length // self.size)) if (place + 1) * self.size > seen)
 
     def carry_out(self, contents, copies):
         """`copies` in their order, as a worker does it before the forward pass."""
@@ -52,21 +64,24 @@ class Memory(RuleBasedStateMachine):
 
     def write(self, sequence, start, end):
         self.carry_out(self.contents, self.manager.take_copies())
-        for place, mark in enumerate(self.marks(sequence, start, end), start):
-            block_id = sequence.table.block_ids[place // self.size]
-            assert self.pool.count(block_id) == 1
-            assert block_id not in self.index
-            self.contents.setdefault((Tier.DEVICE, block_id), [None] * self.size)[place % self.size] = mark
+        for group, ids in enumerate(sequence.table.groups):
+            for place, mark in enumerate(self.marks(sequence, start, end, group), start):
+                block_id = ids[place // self.size]
+                assert self.pool.count(block_id) == 1
+                assert block_id not in self.index
+                self.contents.setdefault((Tier.DEVICE, block_id), [None] * self.size)[place % self.size] = mark
 
     def schedule(self, sequence, count):
         """Compute some more tokens; their result is yet to come. False where there is no room."""
         start, end = sequence.num_scheduled, sequence.num_scheduled + count
-        ids, before = list(sequence.table.block_ids), self.books()
         if not self.manager.allocate(sequence, end):
-            tail = ids[start // self.size :][:1]
-            shared = any(self.pool.count(block_id) > 1 or block_id in self.index for block_id in tail)
-            assert self.manager.blocks_for(end) - len(ids) + shared > self.pool.num_available
-            assert (sequence.table.block_ids, self.books()) == (ids, before)
+            groups, before = [list(ids) for ids in sequence.table.groups], self.books()
+            tails = [block_id for ids in groups for block_id in ids[start // self.size :][:1]]
+            shared = sum(self.pool.count(block_id) > 1 or block_id in self.index for block_id in tails)
+            missing = max(0, self.manager.blocks_for(end) - len(groups[0]))
+            assert missing * len(groups) + shared > self.pool.num_available
+            assert not self.manager.allocate(sequence, end)
+            assert (sequence.table.groups, self.books()) == (groups, before)
             return False
         sequence.num_scheduled = end
         self.write(sequence, start, end)
@@ -82,17 +97,25 @@ class Memory(RuleBasedStateMachine):
         longest = len(sequence.tokens) - 1
         if sequence.scores_prompt:
             longest = min(longest, sequence.num_scored)
-        known = {self.named[self.index.node(block_id).number][-1] for block_id in range(self.pool.total) if block_id in self.index}
-        ends = range(self.size, longest + 1, self.size)
-        hit = next((place for place, end in enumerate(ends) if self.marks(sequence, end - 1, end)[0] not in known), len(ends))
-        assert len(nodes) == hit
-        if self.manager.num_missing(len(sequence.tokens), nodes) > self.pool.num_available:
+        known = {self.contents_of(block_id)[-1] for block_id in range(self.pool.total) if block_id in self.index}
+        is_known = {
+            (group, place): self.marks(sequence, end - 1, end, group)[0] in known
+            for group in range(len(self.windows))
+            for place, end in enumerate(range(self.size, longest + 1, self.size))
+        }
+        hit = max(end for end in range(longest // self.size + 1) if all(is_known[at] for at in self.needed(end * self.size)))
+        start, lacking = hit * self.size, []
+        if sequence.swapped and sequence.num_swapped > start:
+            start = sequence.num_swapped
+            lacking = [at for at in self.needed(start) if not is_known.get(at)]
+        else:
+            assert len(nodes) == hit
+        if self.manager.num_missing(sequence, len(sequence.tokens), nodes) > self.pool.num_available:
             return False
-        host, copied = len(sequence.swapped), len(self.manager.copies)
-        self.manager.begin(sequence, nodes)
-        missing = max(0, host - hit)
-        assert len(self.manager.copies) == copied + missing
-        assert sequence.num_computed == sequence.num_scheduled == (sequence.num_swapped if missing else hit * self.size)
+        copied = len(self.manager.copies)
+        assert self.manager.begin(sequence, nodes) == len(lacking)
+        assert len(self.manager.copies) == copied + len(lacking)
+        assert sequence.num_computed == sequence.num_scheduled == start
         assert sequence.swapped == []
         assert sequence.table.num_sent == 0
         self.running.append(sequence)
@@ -112,7 +135,7 @@ class Memory(RuleBasedStateMachine):
         """A stream of bits, so that what is computed was often computed before: the beginning of an earlier one, and a few more."""
         stream = dice.choice(self.streams[-6:])
         tokens = stream[: round(len(stream) * dice.choice([1, 1, 0.7, 0.4, 0]))] + dice.choices([0, 1], k=dice.randint(1, 8))
-        tokens = tokens[: self.pool.ceiling * self.size // 2]
+        tokens = tokens[: self.pool.ceiling * self.size // (2 * len(self.windows))]
         self.streams.append(tokens)
         sequence = self.make_sequence(tokens, dice.choice([None, None, None, None, "x"]), **params)
         sequence.num_scored = dice.randint(0, len(tokens) - 1) if sequence.scores_prompt else 0
@@ -175,9 +198,12 @@ class Memory(RuleBasedStateMachine):
         self.manager.name(sequence)
         if table.num_named != UNNAMED:
             assert table.num_named == sequence.num_computed // self.size
-            for place, block_id in enumerate(table.block_ids[: table.num_named]):
-                node, marks = self.index.node(block_id), self.marks(sequence, place * self.size, (place + 1) * self.size)
-                assert self.named.setdefault(node.number, marks) == marks
+            for group, ids in enumerate(table.groups):
+                for place, block_id in enumerate(ids[: table.num_named]):
+                    if block_id != HOLE:
+                        node, marks = self.index.node(block_id), self.marks(sequence, place * self.size, (place + 1) * self.size)
+                        assert self.named.setdefault(node.number, marks) == marks
+                        assert node.block_ids[group] == block_id
         if sequence.num_computed == len(sequence.tokens):
             sequence.tokens.append(sum(sequence.tokens) % 2)
 
@@ -188,6 +214,10 @@ class Memory(RuleBasedStateMachine):
         if not parent.num_computed:
             return
         length = dice.randint(1, parent.num_computed)
+        has_all = all(parent.table.groups[group][place] != HOLE for group, place in self.needed(length))
+        assert self.manager.can_fork(parent, length) == has_all
+        if not has_all:
+            return
         tokens = parent.tokens[:length] + dice.choices([0, 1], k=dice.randint(1, 5))
         child = self.make_sequence(tokens, parent.request.params.cache_salt)
         used = self.pool.num_used
@@ -204,7 +234,7 @@ class Memory(RuleBasedStateMachine):
     @rule(dice=DICE)
     def is_swapped_out(self, dice):
         sequence = dice.choice(self.running)
-        wanted, before = self.manager.blocks_for(sequence.num_computed), self.books()
+        wanted, before = len(list(self.needed(sequence.num_computed))), self.books()
         if self.manager.swap_out(sequence):
             assert len(sequence.swapped) == wanted > 0
             self.leave(sequence)
@@ -266,19 +296,25 @@ class Memory(RuleBasedStateMachine):
         contents = dict(self.contents)
         self.carry_out(contents, manager.copies)
         for sequence in self.running:
-            self.compare(contents, Tier.DEVICE, sequence.table.block_ids, self.marks(sequence, 0, sequence.num_scheduled))
+            for group, (ids, window) in enumerate(zip(sequence.table.groups, self.windows, strict=True)):
+                seen = 0 if window is None else max(0, sequence.num_computed - window + 1)
+                for place, mark in enumerate(self.marks(sequence, seen, sequence.num_scheduled, group), seen):
+                    assert contents[Tier.DEVICE, ids[place // size]][place % size] == mark
         for sequence in self.swapped:
-            self.compare(contents, Tier.HOST, sequence.swapped, self.marks(sequence, 0, sequence.num_swapped))
+            for block_id, (group, place) in zip(sequence.swapped, self.needed(sequence.num_swapped), strict=True):
+                marks = self.marks(sequence, place * size, min((place + 1) * size, sequence.num_swapped), group)
+                assert contents[Tier.HOST, block_id][: len(marks)] == marks
         for block_id in range(pool.total):
-            if (node := self.index.node(block_id)) is not None:
-                assert contents[Tier.DEVICE, block_id] == self.named[node.number]
+            if block_id in self.index:
+                assert contents[Tier.DEVICE, block_id] == self.contents_of(block_id)
         slots = size * pool.num_used
         assert 0 <= manager.unused_slots(self.running) <= slots
 
-    def compare(self, contents, tier, block_ids, marks):
-        for place in range(0, len(marks), self.size):
-            held = contents[tier, block_ids[place // self.size]]
-            assert held[: len(marks) - place] == marks[place : place + self.size]
+    def contents_of(self, block_id):
+        """What a named block holds."""
+        node = self.index.node(block_id)
+        group = node.block_ids.index(block_id)
+        return [(group, scope, tokens) for _, scope, tokens in self.named[node.number]]
 
     def teardown(self):
         if not hasattr(self, "manager"):
@@ -329,7 +365,8 @@ class Service:
 
     def arrive(self):
         dice, pool, number = self.dice, self.scheduler.kv.pool, len(self.driver.reported)
-        room = pool.ceiling * self.scheduler.kv.block_size
+        groups = self.scheduler.kv.groups
+        room = groups.longest(pool.ceiling, 2 * pool.ceiling * groups.block_size)
         known = dice.choice(self.sequences[-6:]).tokens if self.sequences and dice.random() < 0.7 else []
         prompt = known[: round(len(known) * dice.choice([1, 0.7, 0.5]))] + dice.choices([0, 1], k=dice.randint(1, 6))
         max_tokens = max(1, round((room - len(prompt)) * dice.choice([0, 0.2, 0.5, 1.0, 1.0, 1.1])) + 1)
@@ -342,7 +379,7 @@ class Service:
             "eos": dice.sample(range(VOCABULARY), dice.choice([0, 0, 2])),
             "deadline": self.driver.clock() + dice.randint(1, 60) if dice.random() < 0.15 else None,
         }
-        if len(prompt) + max_tokens - 1 > room:
+        if groups.most(0, len(prompt) + max_tokens - 1) > pool.ceiling:
             with pytest.raises(InvalidValueError):
                 self.driver.add(f"{number}", prompt, max_tokens, **options)
         else:
@@ -451,7 +488,7 @@ class Service:
         assert (len(output) == len(oracle)) == ended
         if sequence.finish_reason == "error":
             legal = sequence.error in ("row", "step") or sequence.error.endswith("raised")
-            impossible = self.scheduler.kv.blocks_for(sequence.request.max_length - 1) > self.most_blocks
+            impossible = self.scheduler.kv.groups.most(0, sequence.request.max_length - 1) > self.most_blocks
             assert legal or (impossible and "the pool cannot grow: " in sequence.error)
         scored = [(first.token_id, first.logprob) for first, *_ in self.driver.scored.get(sequence, [])]
         wanted = [(sequence.tokens[place], -place) for place in range(1, sequence.num_prompt)] if sequence.scores_prompt else []
@@ -459,7 +496,7 @@ class Service:
 
     def probe(self):
         """Whoever comes after all that is answered, from blocks that are cached or not."""
-        room = self.most_blocks * self.scheduler.kv.block_size
+        room = self.scheduler.kv.groups.longest(self.most_blocks, LIMIT)
         for number, earlier in enumerate(self.dice.sample(self.sequences, min(3, len(self.sequences)))):
             if len(earlier.tokens) < room:
                 probe = self.driver.add(f"probe {number}", earlier.tokens, 2, n=2)
@@ -471,7 +508,8 @@ class Service:
 
 def shape(dice):
     """Of a service: mostly too small, often one that begins smaller still, and now and then one that cannot grow."""
-    num_blocks = dice.randint(3, 16)
+    windows = dice.choice([(None,), (None,), (3,), (None, 2), (None, 5, 5), (None, None, 9), (11, 2)])
+    num_blocks = dice.randint(3, 16) * len(windows)
     committed = dice.choice([None, dice.randint(1, num_blocks), dice.randint(1, 3)])
     return {
         "num_blocks": num_blocks,
@@ -481,7 +519,8 @@ def shape(dice):
         "in_flight": dice.randint(1, 2),
         "policy": dice.choice(["fcfs", "priority"]),
         "prefix_caching": dice.random() < 0.9,
-        "swap_blocks": dice.choice([0, 4, 12, 40]),
+        "windows": windows,
+        "swap_blocks": dice.choice([0, 4, 12, 40]) * len(windows),
         "committed_blocks": committed,
         "commits_per_step": dice.choice([None, 1, 2]),
         "commit_limit": dice.randint(committed or num_blocks, num_blocks) if dice.random() < 0.3 else None,

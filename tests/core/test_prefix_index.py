@@ -25,7 +25,7 @@ def add_chain(index, *blocks, scope=None, first_block=0):
     """Nodes for blocks of tokens one after the other."""
     nodes, node = [], None
     for block_id, tokens in enumerate(blocks, first_block):
-        node = index.find_or_add(node, scope, tokens, block_id)
+        node = index.find_or_add(node, scope, tokens, [block_id])
         nodes.append(node)
     return nodes
 
@@ -49,19 +49,19 @@ def test_what_was_added_is_found_and_nothing_else():
 
 def test_first_block_of_the_same_tokens_stays():
     index = make_index()
-    node = index.find_or_add(None, None, A, 5)
-    assert index.find_or_add(None, None, A, 6) is node
-    assert node.block_id == 5
+    node = index.find_or_add(None, None, A, [5])
+    assert index.find_or_add(None, None, A, [6]) is node
+    assert node.block_ids[0] == 5
     assert 6 not in index
     index.check()
 
 
 def test_same_tokens_after_different_parents_are_different():
     index = make_index()
-    first, second = index.find_or_add(None, None, A, 0), index.find_or_add(None, None, B, 1)
-    children = index.find_or_add(first, None, C, 2), index.find_or_add(second, None, C, 3)
+    first, second = index.find_or_add(None, None, A, [0]), index.find_or_add(None, None, B, [1])
+    children = index.find_or_add(first, None, C, [2]), index.find_or_add(second, None, C, [3])
     assert children[0] is not children[1]
-    assert [index.find(parent, None, C).block_id for parent in (first, second)] == [2, 3]
+    assert [index.find(parent, None, C).block_ids[0] for parent in (first, second)] == [2, 3]
     assert index.find(None, None, C) is None
     assert len({first.chain, second.chain, *(child.chain for child in children)}) == 4
     index.check()
@@ -70,8 +70,8 @@ def test_same_tokens_after_different_parents_are_different():
 @pytest.mark.parametrize("place", range(SIZE))
 def test_every_token_counts(place):
     index = make_index()
-    parent = index.find_or_add(None, None, A, 0)
-    index.find_or_add(parent, None, A, 1)
+    parent = index.find_or_add(None, None, A, [0])
+    index.find_or_add(parent, None, A, [1])
     other = list(A)
     other[place] += 1
     assert index.find(None, None, other) is None
@@ -82,13 +82,13 @@ def test_largest_tokens_and_long_chains_are_told_apart():
     index = make_index(block_size=1)
     node = None
     for place in range(300):  # numbers beyond one byte
-        node = index.find_or_add(node, None, [2**31 - 1 - place % 2], place)
+        node = index.find_or_add(node, None, [2**31 - 1 - place % 2], [place])
     index.check()
     node = None
     for place in range(300):
         assert index.find(node, None, [2**31 - 2 + place % 2]) is None
         node = index.find(node, None, [2**31 - 1 - place % 2])
-        assert node.block_id == place
+        assert node.block_ids[0] == place
 
 
 SCOPES = [
@@ -107,11 +107,11 @@ def test_scopes_never_meet():
     index = make_index()
     for block_id, scope in enumerate(SCOPES):
         assert index.find(None, scope, A) is None
-        index.find_or_add(None, scope, A, block_id)
+        index.find_or_add(None, scope, A, [block_id])
     roots = [index.find(None, scope, A) for scope in SCOPES]
-    assert [root.block_id for root in roots] == list(range(len(SCOPES)))
-    children = [index.find_or_add(root, scope, B, 100 + root.block_id) for root, scope in zip(roots, SCOPES, strict=True)]
-    assert [child.block_id for child in children] == list(range(100, 100 + len(SCOPES)))
+    assert [root.block_ids[0] for root in roots] == list(range(len(SCOPES)))
+    children = [index.find_or_add(root, scope, B, [100 + root.block_ids[0]]) for root, scope in zip(roots, SCOPES, strict=True)]
+    assert [child.block_ids[0] for child in children] == list(range(100, 100 + len(SCOPES)))
     assert len({node.chain for node in roots + children}) == 2 * len(SCOPES)
     index.check()
 
@@ -123,7 +123,7 @@ def test_scope_that_looks_like_tokens_is_a_scope():
     for block_id, scope in enumerate([(None, text.decode("latin-1")) for text in packed] + [(repr(packed[0]), None), ("None", "None")], 10):
         assert index.find(None, scope, A) is None
         assert index.find(None, scope, B) is None
-        assert index.find_or_add(None, scope, A, block_id).block_id == block_id
+        assert index.find_or_add(None, scope, A, [block_id]).block_ids[0] == block_id
     assert index.find(None, None, A) is first
     index.check()
 
@@ -148,16 +148,16 @@ def hash_everything_alike(monkeypatch):
 def test_equal_hashes_are_no_hit_and_forgetting_one_leaves_the_others(monkeypatch):
     hash_everything_alike(monkeypatch)
     index = make_index()
-    one, other = index.find_or_add(None, None, A, 0), index.find_or_add(None, None, B, 1)
-    salted = index.find_or_add(None, (None, "salt"), A, 2)
-    child = index.find_or_add(one, None, A, 3)
+    one, other = index.find_or_add(None, None, A, [0]), index.find_or_add(None, None, B, [1])
+    salted = index.find_or_add(None, (None, "salt"), A, [2])
+    child = index.find_or_add(one, None, A, [3])
     assert {hash(key) for key in index._nodes} == {1}
     assert len({one, other, salted, child}) == 4
     assert index.find(None, None, C) is None
     assert index.find(other, None, A) is None
     index.check()
-    index.forget(child.block_id)
-    index.forget(one.block_id)
+    index.forget(child.block_ids[0])
+    index.forget(one.block_ids[0])
     assert index.find(None, None, A) is None
     assert index.find(None, None, B) is other
     assert index.find(None, (None, "salt"), A) is salted
@@ -178,8 +178,8 @@ def test_numbers_are_never_used_again():
         if turn % 5 == 0:
             index.clear()
         for node in reversed(nodes):
-            if node.block_id in index:
-                index.forget(node.block_id)
+            if node.block_ids[0] in index:
+                index.forget(node.block_ids[0])
     assert len(index) == 0
 
 
@@ -191,11 +191,11 @@ def test_stale_parent_never_matches_after_its_block_was_used_again():
     stale, child = add_chain(index, A, B, first_block=taken[0])
     pool.give_back(taken)
     taken = pool.take(2)
-    again = index.find_or_add(None, None, A, stale.block_id)
+    again = index.find_or_add(None, None, A, [stale.block_ids[0]])
     assert again.number != stale.number
     assert index.find(stale, None, B) is None
     assert index.find(child, None, B) is None
-    fresh = index.find_or_add(again, None, B, child.block_id)
+    fresh = index.find_or_add(again, None, B, [child.block_ids[0]])
     assert index.find(stale, None, B) is None
     assert index.find(again, None, B) is fresh
     index.check()
@@ -204,13 +204,13 @@ def test_stale_parent_never_matches_after_its_block_was_used_again():
 def test_children_are_counted():
     index = make_index()
     (root,) = add_chain(index, A)
-    children = [index.find_or_add(root, None, [token] * SIZE, 10 + token) for token in range(3)]
-    index.find_or_add(root, None, [0] * SIZE, 99)
+    children = [index.find_or_add(root, None, [token] * SIZE, [10 + token]) for token in range(3)]
+    index.find_or_add(root, None, [0] * SIZE, [99])
     assert root.num_children == 3
     for child in children:
-        index.forget(child.block_id)
+        index.forget(child.block_ids[0])
     assert root.num_children == 0
-    index.forget(root.block_id)
+    index.forget(root.block_ids[0])
     assert len(index) == 0
     index.check()
 
@@ -222,7 +222,7 @@ def test_move_changes_the_block_and_no_key():
     index.move(11, 3)
     index.move(10, 11)
     index.move(99, 4)  # a block without a name moves too
-    assert [node.block_id for node in (first, second, third)] == [11, 3, 12]
+    assert [node.block_ids[0] for node in (first, second, third)] == [11, 3, 12]
     assert [node.key for node in (first, second, third)] == keys
     assert index.find(index.find(None, None, A), None, B) is second
     assert (index.node(3), index.node(11), index.node(10), index.node(4)) == (second, first, None, None)
@@ -255,7 +255,7 @@ def test_forgotten_chain_is_remembered_block_by_block():
     nodes = add_chain(index, A, B, C, scope=(None, "salt"))
     assert index.remembers(None, (None, "salt"), A) is None
     for node in reversed(nodes):
-        index.forget(node.block_id)
+        index.forget(node.block_ids[0])
     chain = None
     for node, tokens in zip(nodes, (A, B, C), strict=True):
         chain = index.remembers(chain, (None, "salt"), tokens)
@@ -273,7 +273,7 @@ def test_chain_of_a_node_stands_for_its_tokens_whatever_its_number():
         nodes = add_chain(index, A, B)
         chains.append([node.chain for node in nodes])
         for node in reversed(nodes):
-            index.forget(node.block_id)
+            index.forget(node.block_ids[0])
     assert chains[0] == chains[1]
     assert len(set(chains[0])) == 2
 
@@ -282,8 +282,8 @@ def test_blocks_found_again_after_a_match_are_remembered_from_there():
     """Only the end of a chain is gone, as after an eviction."""
     index = make_index(num_remembered=10)
     first, second, third = add_chain(index, A, B, C)
-    index.forget(third.block_id)
-    index.forget(second.block_id)
+    index.forget(third.block_ids[0])
+    index.forget(second.block_ids[0])
     chain = index.remembers(first.chain, None, B)
     assert chain == second.chain
     assert index.remembers(chain, None, C) == third.chain
@@ -297,12 +297,12 @@ def roots(index, tokens):
 def test_latest_are_remembered_up_to_the_bound():
     index = make_index(num_remembered=3)
     for token in range(5):
-        index.find_or_add(None, None, [token] * SIZE, token)
+        index.find_or_add(None, None, [token] * SIZE, [token])
         index.forget(token)
     assert roots(index, range(5)) == [2, 3, 4]
-    index.find_or_add(None, None, [2] * SIZE, 2)
+    index.find_or_add(None, None, [2] * SIZE, [2])
     index.forget(2)  # once more, and so the latest
-    index.find_or_add(None, None, [9] * SIZE, 9)
+    index.find_or_add(None, None, [9] * SIZE, [9])
     index.forget(9)
     assert roots(index, range(10)) == [2, 4, 9]
 
@@ -311,7 +311,7 @@ def test_latest_are_remembered_up_to_the_bound():
 def test_what_is_not_to_be_remembered_is_not(num_remembered):
     index = make_index(num_remembered)
     for token in range(3):
-        index.find_or_add(None, None, [token] * SIZE, token)
+        index.find_or_add(None, None, [token] * SIZE, [token])
         index.forget(token, remember=bool(num_remembered) and token == 1)
     assert roots(index, range(3)) == ([1] if num_remembered else [])
 
@@ -340,7 +340,7 @@ def test_memory_is_told_as_the_interpreter_counts_it(scope, remembered):
         place = 0
         if remembered:
             for blocks in chains:
-                for block_id in reversed([node.block_id for node in add_blocks(index, blocks, scope, block_ids, place)]):
+                for block_id in reversed([node.block_ids[0] for node in add_blocks(index, blocks, scope, block_ids, place)]):
                     index.forget(block_id)
         for blocks in chains:
             place += len(add_blocks(index, blocks, scope, block_ids, place))
@@ -355,7 +355,7 @@ def test_memory_is_told_as_the_interpreter_counts_it(scope, remembered):
 def add_blocks(index, blocks, scope, block_ids, place):
     nodes, node = [], None
     for number, tokens in enumerate(blocks, place):
-        node = index.find_or_add(node, scope, tokens, block_ids[number])
+        node = index.find_or_add(node, scope, tokens, [block_ids[number]])
         nodes.append(node)
     return nodes
 
@@ -367,11 +367,11 @@ def test_memory_of_an_empty_index_is_small():
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda index, first, second: setattr(second, "block_id", 7),
+        lambda index, first, second: setattr(second, "block_ids", [7]),
         lambda index, first, second: setattr(first, "num_children", 2),
         lambda index, first, second: setattr(first, "num_children", 0),
-        lambda index, first, second: index.forget(first.block_id),
-        lambda index, first, second: index._by_block.pop(second.block_id),
+        lambda index, first, second: index.forget(first.block_ids[0]),
+        lambda index, first, second: index._by_block.pop(second.block_ids[0]),
         lambda index, first, second: index._nodes.pop(second.key),
         lambda index, first, second: index._by_block.__setitem__(7, second),
         lambda index, first, second: setattr(second, "key", first.key),
@@ -420,12 +420,12 @@ def test_any_calls_keep_the_index_what_a_plain_table_of_prefixes_is(calls):
             for end in range(1, len(path) + 1):
                 known = naive.get((scope, path[:end]))
                 found = index.find(node, scope, list(path[end - 1]))
-                assert (found.block_id if found else None) == known
+                assert (found.block_ids[0] if found else None) == known
                 if known is None:
                     if name == "find":
                         break
                     block_id = free.pop(0)
-                    found = index.find_or_add(node, scope, list(path[end - 1]), block_id)
+                    found = index.find_or_add(node, scope, list(path[end - 1]), [block_id])
                     naive[scope, path[:end]] = block_id
                     assert found.number not in handed_out
                     handed_out.add(found.number)

@@ -669,8 +669,7 @@ class Replayer:
             if row.assign is not None:
                 assert row.slot not in self.tables
                 self.tables[row.slot] = []
-            (update,) = row.tables
-            if update is not None:
+            for update in row.tables:
                 self.tables[row.slot] = self.tables[row.slot][: update.start] + update.block_ids
 
 
@@ -682,7 +681,7 @@ def test_table_changes_replayed_are_the_managers_tables(in_flight):
         while (plan := driver.launch()) is not None:
             replayer.read(msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan))
             for sequence in driver.scheduler.running:
-                assert replayer.tables[sequence.slot] == sequence.table.block_ids
+                assert replayer.tables[sequence.slot] == sequence.table.groups[0]
         if driver.plans:
             driver.land()
         else:

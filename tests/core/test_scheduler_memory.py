@@ -54,8 +54,8 @@ def test_blocks_are_shared_while_their_owner_still_runs():
     second = driver.add("second", range(12), 20)
     driver.step()
     driver.step()
-    assert first.table.block_ids[:2] == second.table.block_ids[:2]
-    assert driver.scheduler.kv.pool.count(first.table.block_ids[0]) == 2
+    assert first.table.groups[0][:2] == second.table.groups[0][:2]
+    assert driver.scheduler.kv.pool.count(first.table.groups[0][0]) == 2
     assert (second.num_cached, driver.scheduler.stats().cached_tokens) == (8, 8)
     driver.run()
 
@@ -65,8 +65,8 @@ def test_blocks_computed_twice_at_once_become_one():
     twins = [driver.add(name, [*range(9), number], 6) for number, name in enumerate("ab")]
     driver.step()
     driver.step()
-    assert twins[0].table.block_ids[:2] == twins[1].table.block_ids[:2]
-    assert twins[0].table.block_ids[2] != twins[1].table.block_ids[2]
+    assert twins[0].table.groups[0][:2] == twins[1].table.groups[0][:2]
+    assert twins[0].table.groups[0][2] != twins[1].table.groups[0][2]
     driver.add("c", [40] * 30, 2)
     driver.run()
     assert [twin.output_token_ids for twin in twins] == [expected(twin) for twin in twins]
@@ -448,7 +448,8 @@ def test_compaction_keeps_what_is_shared_and_cached():
     driver.add("cached", range(20, 33), 1)
     for _ in range(4):
         driver.step()
-    driver.scheduler.kv.pool.forget(next(iter(driver.scheduler.kv.pool._cached)))
+    kv = driver.scheduler.kv
+    kv.pool.forget(kv.index.node(next(iter(kv.pool._cached))))
     driver.check()
     assert compact(driver) is not None
     answers = first.request.sequences

@@ -15,6 +15,8 @@ LAYERS, LAYER = 2, 1
 LONGEST = 2048
 HUGE = 0x7F
 """A byte that makes a large finite number of every dtype: what memory that no token sees may hold."""
+NOT_A_NUMBER = 0xFF
+"""A byte that makes NaN, of int8's scales too: what a block wholly behind a window may hold, as it is another sequence's by now."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ class Memory:
         )
         self.region = torch.full((self.num_blocks, self._blocks.num_bytes), HUGE, dtype=torch.uint8)
         self._free = np.random.default_rng(self.seed).permutation(self.num_blocks).tolist()
+        self._behind = [HOLE, self._free.pop()]
+        self.region.view(self.num_blocks, LAYERS, -1)[self._behind[1], LAYER] = NOT_A_NUMBER
 
     def attend(self, rows: list[tuple[int, Sequence, range]]) -> list[Tensor]:
         """Run one step over rows of (number, sequence, positions) -> each row's results."""
@@ -115,13 +119,13 @@ class Memory:
         return self._run(rows, self.shape.window)
 
     def fill(self, number: int, sequence: Sequence, positions: range) -> None:
-        """Store keys and values, every token seeing itself alone; blocks behind the window become holes."""
+        """Store keys and values, every token seeing itself alone; blocks behind the window become holes, or another's."""
         size, table = self.shape.block_size, self.tables.setdefault(number, [])
         reach = positions.stop if self.shape.window is None else self.shape.window - 1
         for position in positions:
             if position % size == 0:
                 seen = (position // size + 1) * size > positions.stop - reach
-                table.append(self._free.pop() if seen else HOLE)
+                table.append(self._free.pop() if seen else self._behind[len(table) % 2])
         if rows := [(number, sequence, range(position, position + 1)) for position in positions if positions.stop - position <= reach]:
             self._run(rows, 1)
 
@@ -135,8 +139,8 @@ class Memory:
         batch = AttentionBatch(
             counts=[len(positions) for _, _, positions in rows],
             starts=[positions.start for _, _, positions in rows],
-            tables=[np.array(self.tables[number]) for number, _, _ in rows],
-            slots=torch.tensor([self.tables[number][at // size] * size + at % size for number, _, positions in rows for at in positions]),
+            tables=[[np.array(self.tables[number]) for number, _, _ in rows]],
+            slots=torch.tensor([[self.tables[number][at // size] * size + at % size for number, _, positions in rows for at in positions]]),
             block_size=size,
             prepared={},
         )

@@ -52,7 +52,7 @@ class Model:
         for step in range(steps):
             tables = [np.array([row, 4 + row]) for row in range(count)]
             slots = [int(table[step // 16]) * 16 + step % 16 for table in tables]
-            batch = AttentionBatch([1] * count, [step] * count, tables, torch.tensor(slots), 16, {})
+            batch = AttentionBatch([1] * count, [step] * count, [tables], torch.tensor([slots]), 16, {})
             ids = torch.tensor([(7 * step + 3 * row) % VOCAB for row in range(count)])
             found.append(self.ops.run(self.forward, ids, torch.full((count,), step), self.kv, batch).clone())
         return found
