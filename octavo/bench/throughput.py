@@ -269,7 +269,7 @@ def _open(model: str, config: EngineConfig, contexts: int | None) -> _Opened:
     checkpoint = open_checkpoint(path)
     try:
         block_size = config.memory.block_size
-        limits = [models.find(checkpoint.config)[0].rotary.context]
+        limits = [models.find(checkpoint, config.model.model_impl)[0].context]
         if config.model.max_model_len is not None:
             limits.append(config.model.max_model_len)
         if config.memory.max_blocks_per_seq != "auto":
