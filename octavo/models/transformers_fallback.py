@@ -90,9 +90,7 @@ def configure(checkpoint: Checkpoint) -> FallbackConfig:
             raise Refusal(f"its layers differ in heads: {' and '.join(f'{count} of {dim} features' for count, dim in sorted(notes.heads))}")
         ((num_kv_heads, head_dim),) = notes.heads
         context = _context(hf)
-    return FallbackConfig(
-        hf=hf, vocab_size=vocab_size, context=context, num_kv_heads=num_kv_heads, head_dim=head_dim, layers=notes.layers
-    )
+    return FallbackConfig(hf=hf, vocab_size=vocab_size, context=context, num_kv_heads=num_kv_heads, head_dim=head_dim, layers=notes.layers)
 
 
 @contextmanager
@@ -173,6 +171,8 @@ def _look_through(transformers: Any, hf: Any) -> tuple[int, _Notes]:
         raise Refusal(f"it cannot be looked through before its weights are read ({described(error)})") from None
     if not notes.layers:
         raise Refusal(its_own)
+    if "position_ids" not in inspect.signature(split.decoder.forward).parameters:
+        raise Refusal("its code takes no positions, and counts them itself")
     return logits.shape[1], notes
 
 
@@ -183,8 +183,6 @@ class _Split:
         self.model, self.decoder = model, model.get_decoder()
         if self.decoder is model:
             raise Refusal("its code does not tell the decoder from the head")
-        if "position_ids" not in inspect.signature(self.decoder.forward).parameters:
-            raise Refusal("its code takes no positions")
         self._given = _Given()
         model.set_submodule(next(name for name, module in model.named_modules() if module is self.decoder), self._given)
 
@@ -217,7 +215,9 @@ def _attend(
     return module.octavo(module, query, key, value, attention_mask, given), None
 
 
-def _mask(*, q_length: int, kv_length: int, mask_function: Callable[..., Tensor], device: Any, local_size: int | None = None, **_: Any) -> Any:
+def _mask(
+    *, q_length: int, kv_length: int, mask_function: Callable[..., Tensor], device: Any, local_size: int | None = None, **_: Any
+) -> Any:
     """transformers' mask function: nothing, save while a model is looked through, when a mask tells what it is."""
     if torch.device(device).type != "meta":
         return None
@@ -314,7 +314,9 @@ class FallbackModel:
             parts.append(self.forward(token_ids[at], at, kv, batch))
         off = ((torch.cat(parts) - expected).norm(dim=1) / expected.norm(dim=1)).median().item()
         if not off <= TOLERANCE[dtype]:
-            raise Refusal(f"with attention in blocks its hidden states are off by {off:.1%}, so something of it lies outside attention")
+            raise Refusal(
+                f"with attention in blocks its hidden states are off by {off:.1%}, so that a state or its positions lie elsewhere"
+            )
 
 
 @dataclass
@@ -394,7 +396,7 @@ def _take_products(transformers: Any, ops: Ops, wanted: str, model: Any) -> list
     for module in model.modules():
         if type(module) is nn.Embedding and module.weight in matrices:
             module.forward = _Lookup(ops, matrices[module.weight], module.weight.dtype)
-        if getattr(module, "weight", None) in matrices:
+        if type(module) in (nn.Linear, turned, nn.Embedding) and module.weight in matrices:
             module.weight = nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
     return list(matrices.values())
 
