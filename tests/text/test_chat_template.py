@@ -9,7 +9,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pytest
 
 from octavo.errors import ChatTemplateError, InvalidValueError
@@ -162,7 +161,7 @@ def test_rendering_is_transformers_to_the_character(oracle: Oracle, fixed_time: 
         assert json.dumps(messages) == before
     assert len(texts - {None}) >= 15, "the template has too little to say to tell anything"
     if "raise_exception" in TEMPLATES[name]:
-        assert any(error and error in TEMPLATES[name] or "not narrator" in str(error) for error in errors)
+        assert any((error and error in TEMPLATES[name]) or "not narrator" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize(
