@@ -30,6 +30,20 @@ MODELS = {
 }
 
 
+# fmt: off
+FALLBACK = (
+    "afmoe", "apertus", "arcee", "axk1", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe", "ctrl", "cwm", "deepseek_v2",
+    "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma2", "gemma3_text",
+    "gemma3n_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "granite", "granitemoe",
+    "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "laguna", "llama", "mellum",
+    "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "nanochat",
+    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
+)
+# fmt: on
+"""Types that were seen to run through transformers 5.17 as they run there; causal language models of others are tried."""
+
+
 class Found(Protocol):
     """What an engine must know of a model before its weights are read: the configuration that its decoder is made with."""
 

@@ -49,7 +49,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 logger = logging.getLogger("octavo")
 
 
-class Refusal(Exception):
+class RefusalError(Exception):
     """Why a model cannot run here."""
 
 
@@ -84,10 +84,11 @@ def configure(checkpoint: Checkpoint) -> FallbackConfig:
         transformers = _transformers()
         hf = _read_config(transformers, checkpoint)
         vocab_size, notes = _look_through(transformers, hf)
-        if len(notes.layers) < hf.num_hidden_layers:
-            raise Refusal(f"{len(notes.layers)} of its {hf.num_hidden_layers} layers attend, so that the others keep a state of their own")
+        if len(notes.layers) < (count := getattr(hf, "num_hidden_layers", 0)):
+            raise RefusalError(f"{len(notes.layers)} of its {count} layers attend; the others keep a state of their own")
         if len(notes.heads) > 1:
-            raise Refusal(f"its layers differ in heads: {' and '.join(f'{count} of {dim} features' for count, dim in sorted(notes.heads))}")
+            kinds = " and ".join(f"{count} of {dim} features" for count, dim in sorted(notes.heads))
+            raise RefusalError(f"its layers differ in their heads of keys and values: {kinds}")
         ((num_kv_heads, head_dim),) = notes.heads
         context = _context(hf)
     return FallbackConfig(hf=hf, vocab_size=vocab_size, context=context, num_kv_heads=num_kv_heads, head_dim=head_dim, layers=notes.layers)
@@ -97,7 +98,7 @@ def configure(checkpoint: Checkpoint) -> FallbackConfig:
 def _refusing(checkpoint: Checkpoint) -> Iterator[None]:
     try:
         yield
-    except Refusal as reason:
+    except RefusalError as reason:
         kind = checkpoint.config["model_type"]
         raise CheckpointError(f"model_type: {kind!r} cannot run through transformers here: {reason}") from None
 
@@ -106,7 +107,7 @@ def _transformers() -> Any:
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:
-        raise Refusal("it is not installed; pip install 'octavo[transformers]'") from None
+        raise RefusalError("it is not installed; pip install 'octavo[transformers]'") from None
     transformers.AttentionInterface.register(INTERFACE, _attend)
     transformers.AttentionMaskInterface.register(INTERFACE, _mask)
     return transformers
@@ -114,20 +115,20 @@ def _transformers() -> Any:
 
 def _read_config(transformers: Any, checkpoint: Checkpoint) -> Any:
     if checkpoint.metadata is not None:
-        raise Refusal("a GGUF file runs natively or not at all; needed: a folder with config.json and *.safetensors")
+        raise RefusalError("a GGUF file runs natively or not at all; needed: a folder with config.json and *.safetensors")
     version = transformers.__version__
     try:
         hf = transformers.AutoConfig.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of many kinds, all about the file
-        raise Refusal(f"transformers {version} does not read its configuration ({described(error)})") from None
+        raise RefusalError(f"transformers {version} does not read its configuration ({described(error)})") from None
     if type(hf) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise Refusal(f"transformers {version} has no causal language model of this type")
+        raise RefusalError(f"transformers {version} has no causal language model of this type")
     if getattr(hf, "is_encoder_decoder", False):
-        raise Refusal("it is an encoder with a decoder")
+        raise RefusalError("it is an encoder with a decoder")
     if hf.get_text_config() is not hf:
-        raise Refusal("it is a model of more than text")
+        raise RefusalError("it is a model of more than text")
     if strange := set(getattr(hf, "layer_types", None) or ()) - LAYER_TYPES:
-        raise Refusal(f"layer_types: {', '.join(sorted(strange))}; allowed: {', '.join(sorted(LAYER_TYPES))}")
+        raise RefusalError(f"layer_types: {', '.join(sorted(strange))}; allowed: {', '.join(sorted(LAYER_TYPES))}")
     return hf
 
 
@@ -135,7 +136,7 @@ def _context(hf: Any) -> int:
     """Where longrope stretches, transformers rotates a whole batch by its longest sequence, so that none may become so long."""
     context = getattr(hf, "max_position_embeddings", None)
     if not isinstance(context, int) or context < 1:
-        raise Refusal("its configuration lacks max_position_embeddings")
+        raise RefusalError("its configuration lacks max_position_embeddings")
     given = getattr(hf, "rope_parameters", None) or {}
     for rope in [given, *(part for part in given.values() if isinstance(part, Mapping))]:
         if rope.get("rope_type") == "longrope":
@@ -153,9 +154,9 @@ def _look_through(transformers: Any, hf: Any) -> tuple[int, _Notes]:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(hf, attn_implementation=INTERFACE).eval()
     except Exception as error:  # whatever its code raises
-        raise Refusal(its_own if error.args == (INTERFACE,) else f"it cannot be built ({described(error)})") from None
+        raise RefusalError(its_own if error.args == (INTERFACE,) else f"it cannot be built ({described(error)})") from None
     if model._is_stateful:
-        raise Refusal("it keeps a state outside attention")
+        raise RefusalError("it keeps a state outside attention")
     notes = _Notes({module: name for name, module in model.named_modules()})
     for module in model.modules():
         module.octavo = notes
@@ -165,14 +166,14 @@ def _look_through(transformers: Any, hf: Any) -> tuple[int, _Notes]:
     ones = torch.ones(8, dtype=torch.int64, device="meta")
     try:
         logits = split.logits(split.hidden(ones, attention_mask=ones[None]))
-    except Refusal:
+    except RefusalError:
         raise
     except Exception as error:
-        raise Refusal(f"it cannot be looked through before its weights are read ({described(error)})") from None
+        raise RefusalError(f"it cannot be looked through before its weights are read ({described(error)})") from None
     if not notes.layers:
-        raise Refusal(its_own)
+        raise RefusalError(its_own)
     if "position_ids" not in inspect.signature(split.decoder.forward).parameters:
-        raise Refusal("its code takes no positions, and counts them itself")
+        raise RefusalError("its code takes no positions, and counts them itself")
     return logits.shape[1], notes
 
 
@@ -180,9 +181,10 @@ class _Split:
     """A causal language model in two: its decoder, which gives hidden states, and what makes logits of these."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.decoder = model, model.get_decoder()
+        found = model.get_decoder()  # by name, so that it may be a layer that some call so
+        self.model, self.decoder = model, found if hasattr(found, "get_decoder") else model.base_model
         if self.decoder is model:
-            raise Refusal("its code does not tell the decoder from the head")
+            raise RefusalError("its code does not tell the decoder from the head")
         self._given = _Given()
         model.set_submodule(next(name for name, module in model.named_modules() if module is self.decoder), self._given)
 
@@ -193,10 +195,10 @@ class _Split:
         return found
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden_size] -> [N, vocab_size]; `hidden` has run before."""
+        """[N, hidden_size] -> [N, vocab_size], float32; `hidden` has run before."""
         self._given.outputs.last_hidden_state = hidden[None]
         found: Tensor = self.model(input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.int64), use_cache=False).logits[0]
-        return found
+        return found.float()
 
 
 class _Given(nn.Module):
@@ -208,18 +210,14 @@ class _Given(nn.Module):
         return self.outputs
 
 
-def _attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **given: Any
-) -> tuple[Tensor, None]:
+def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **given: Any) -> tuple[Tensor, None]:
     """transformers' attention function: [1, heads, T, D] each -> [1, T, heads, D]."""
     return module.octavo(module, query, key, value, attention_mask, given), None
 
 
-def _mask(
-    *, q_length: int, kv_length: int, mask_function: Callable[..., Tensor], device: Any, local_size: int | None = None, **_: Any
-) -> Any:
-    """transformers' mask function: nothing, save while a model is looked through, when a mask tells what it is."""
-    if torch.device(device).type != "meta":
+def _mask(*, q_length: int, kv_length: int, mask_function: Callable[..., Tensor], local_size: int | None = None, **given: Any) -> Any:
+    """transformers' mask function: none is needed, save while a model is looked through, when it tells who sees whom."""
+    if torch.device(given["device"]).type != "meta":
         return None
     reach = local_size or 0
     queries = torch.tensor(sorted({0, 1, reach, reach + 1, 2 * reach + 7}))[:, None]
@@ -242,16 +240,16 @@ class _Notes:
     layers: dict[str, LayerAttention] = field(default_factory=dict)
     heads: set[tuple[int, int]] = field(default_factory=set)
 
-    def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, given: dict[str, Any]) -> Tensor:
+    def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, given: dict[str, Any]) -> Tensor:
         name = self.names[module]
         if name in self.layers:
-            raise Refusal(f"{name} attends more than once for a token")
+            raise RefusalError(f"{name} attends more than once for a token")
         if given.get(SINKS) is not None:
-            raise Refusal(f"{name} has attention sinks")
+            raise RefusalError(f"{name} has attention sinks")
         if strange := [key for key in given.keys() - UNDERSTOOD if given[key] is not None and given[key] is not False]:
-            raise Refusal(f"{name} hands {', '.join(sorted(strange))} to attention, and paged attention takes no such thing")
+            raise RefusalError(f"{name} hands {', '.join(sorted(strange))} to attention, and paged attention takes no such thing")
         if not hasattr(mask, "octavo_window"):
-            raise Refusal(f"{name} has a mask that is neither causal nor a sliding window")
+            raise RefusalError(f"{name} has a mask that is neither causal nor a sliding window")
         head_dim = max(query.shape[3], value.shape[3])
         scale = given.get("scaling") or query.shape[3] ** -0.5
         self.layers[name] = LayerAttention(scale, given.get("softcap"), mask.octavo_window)
@@ -259,17 +257,10 @@ class _Notes:
         return value.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-@dataclass
-class _Step:
-    """What the layers of one step share."""
-
-    kv: list[LayerKV]
-    batch: AttentionBatch
-    unrotated: tuple[Tensor, Tensor]
-
-
 class FallbackModel:
     """What `octavo.models.llama.Decoder` is, of a model of transformers."""
+
+    step: _Step
 
     def __init__(self, ops: Ops, weights: Weights, config: FallbackConfig, length: int) -> None:
         self.config = config
@@ -280,10 +271,15 @@ class FallbackModel:
             matrices = _take_products(transformers, ops, weights.quantization, model)
             for number, (name, attention) in enumerate(config.layers.items()):
                 model.get_submodule(name).octavo = _PagedAttention(self, number, attention, config.head_dim)
+            rest = [*model.parameters(), *model.buffers()]
             self._split = _Split(model)
             self._try(weights.dtype, min(TRIED_TOKENS, length))
-        weights.take_rest(sum(matrix.nbytes for matrix in matrices) + sum(x.nbytes for x in _tensors(model) if not x.is_meta))
-        logger.warning("%s runs through transformers %s, slower than what is native", config.hf.model_type, transformers.__version__)
+        weights.take_rest(sum(one.nbytes for one in [*matrices, *rest] if not getattr(one, "is_meta", False)))
+        logger.warning(
+            "model_type %r runs through transformers %s (model_impl), slower than models that octavo has code of its own for",
+            config.hf.model_type,
+            transformers.__version__,
+        )
 
     def forward(self, token_ids: Tensor, positions: Tensor, kv: list[LayerKV], batch: AttentionBatch) -> Tensor:
         """[T] ids at [T] positions -> hidden states [T, hidden_size], normalised for the head."""
@@ -298,11 +294,15 @@ class FallbackModel:
     def _try(self, dtype: torch.dtype, count: int) -> None:
         """Compute some tokens as transformers does, and in two pieces over blocks."""
         config, device = self.config, self._ops.device
+        own = self._split.model.config
         token_ids = torch.randint(config.vocab_size, (count,), generator=torch.Generator().manual_seed(0)).to(device)
-        hf = self._split.model.config
-        hf._attn_implementation = "eager"
-        expected = self._split.hidden(token_ids)
-        hf._attn_implementation = INTERFACE
+        try:
+            own._attn_implementation = "eager"
+            expected = self._split.hidden(token_ids)
+        except Exception as error:  # whatever its code raises
+            raise RefusalError(f"it does not run ({described(error)})") from None
+        finally:
+            own._attn_implementation = INTERFACE
         shape = BlockShape(
             num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, block_size=32, head_dim=config.head_dim, dtype=dtype
         )
@@ -314,9 +314,8 @@ class FallbackModel:
             parts.append(self.forward(token_ids[at], at, kv, batch))
         off = ((torch.cat(parts) - expected).norm(dim=1) / expected.norm(dim=1)).median().item()
         if not off <= TOLERANCE[dtype]:
-            raise Refusal(
-                f"with attention in blocks its hidden states are off by {off:.1%}, so that a state or its positions lie elsewhere"
-            )
+            elsewhere = "it keeps a state elsewhere, or counts positions otherwise"
+            raise RefusalError(f"with attention in blocks its hidden states are off by {off:.1%}, so {elsewhere}")
 
 
 @dataclass
@@ -338,7 +337,7 @@ class _PagedAttention:
     attention: LayerAttention
     head_dim: int
 
-    def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, given: dict[str, Any]) -> Tensor:
+    def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, given: dict[str, Any]) -> Tensor:
         step, attention = self.model.step, self.attention
         parts = [F.pad(part[0].transpose(0, 1), (0, self.head_dim - part.shape[3])) for part in (query, key, value)]
         out = step.ops.paged_attention(
@@ -375,30 +374,30 @@ def _load(transformers: Any, weights: Weights, config: FallbackConfig, device: t
     return model.to(device)
 
 
-def _tensors(model: Any) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-
-
 def _take_products(transformers: Any, ops: Ops, wanted: str, model: Any) -> list[Matrix]:
-    """Have `ops` compute the model's matrix products, and its embedding where that is the head too."""
+    """Have `ops` compute the model's matrix products, and look an embedding up that is the head too."""
     turned = transformers.pytorch_utils.Conv1D
     head = model.get_output_embeddings()
-    matrices: dict[Tensor, Matrix] = {}
-    for module in list(model.modules()):
-        if type(module) in (nn.Linear, turned):
-            weight = module.weight
-            if weight not in matrices:
-                values = weight.detach().t() if type(module) is turned else weight.detach()
-                matrices[weight] = _matrix(ops, values, wanted, OUTER_BITS if module is head else 4)
-            bias = None if module.bias is None else module.bias.float()
-            module.forward = _Product(ops, matrices[weight], bias, torch.float32 if module is head else None)
+    users: dict[Tensor, list[Any]] = {}
     for module in model.modules():
-        if type(module) is nn.Embedding and module.weight in matrices:
-            module.forward = _Lookup(ops, matrices[module.weight], module.weight.dtype)
-        if type(module) in (nn.Linear, turned, nn.Embedding) and module.weight in matrices:
-            module.weight = nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
-    return list(matrices.values())
+        if type(module) in (nn.Linear, turned, nn.Embedding):
+            users.setdefault(module.weight, []).append(module)
+    matrices = []
+    while users:  # a weight goes as soon as it is taken over
+        weight, modules = users.popitem()
+        if all(type(module) is nn.Embedding for module in modules):
+            continue
+        is_turned = type(modules[0]) is turned
+        matrix = _matrix(ops, weight.detach().t() if is_turned else weight.detach(), wanted, OUTER_BITS if head in modules else 4)
+        matrices.append(matrix)
+        for module in modules:
+            if type(module) is nn.Embedding:
+                module.forward = _Lookup(ops, matrix, weight.dtype)
+            else:
+                bias = None if module.bias is None else module.bias.float()
+                module.forward = _Product(ops, matrix, bias, torch.float32 if module is head else None)
+            module.weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+    return matrices
 
 
 def _matrix(ops: Ops, weight: Tensor, wanted: str, least_bits: int) -> Matrix:

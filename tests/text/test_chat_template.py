@@ -13,6 +13,7 @@ import pytest
 
 from octavo.errors import ChatTemplateError, InvalidValueError
 from octavo.loading.gguf import read_header
+from octavo.server.errors import translated
 from octavo.text.chat_template import render
 from octavo.text.tokenizer import Tokenizer
 
@@ -212,6 +213,7 @@ def test_a_refusal_is_the_callers_to_mend(messages: list[dict[str, Any]], messag
     with pytest.raises(ChatTemplateError, match=message) as caught:
         render_ours(ALTERNATING, messages)
     assert isinstance(caught.value, InvalidValueError)
+    assert translated(caught.value).status_code == 400
 
 
 @pytest.mark.parametrize(
