@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from json import dumps
 from textwrap import fill
+from typing import Any
 
 from octavo.loading.gguf_architectures import ARCHITECTURES
 from octavo.loading.hub import ALIASES
@@ -16,7 +17,7 @@ def run(as_json: bool) -> None:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
         version = None
-    found = {
+    found: dict[str, Any] = {
         "native": list(MODELS),
         "gguf": list(ARCHITECTURES),
         "aliases": {name: alias.about for name, alias in ALIASES.items()},

@@ -339,9 +339,9 @@ class _PagedAttention:
 
     def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, given: dict[str, Any]) -> Tensor:
         step, attention = self.model.step, self.attention
-        parts = [F.pad(part[0].transpose(0, 1), (0, self.head_dim - part.shape[3])) for part in (query, key, value)]
+        query, key, wide = (F.pad(part[0].transpose(0, 1), (0, self.head_dim - part.shape[3])) for part in (query, key, value))
         out = step.ops.paged_attention(
-            *parts, step.unrotated, step.kv[self.layer], step.batch, attention.scale, attention.window, attention.softcap
+            query, key, wide, step.unrotated, step.kv[self.layer], step.batch, attention.scale, attention.window, attention.softcap
         )
         return out[None, ..., : value.shape[3]]
 
@@ -392,10 +392,11 @@ def _take_products(transformers: Any, ops: Ops, wanted: str, model: Any) -> list
         matrices.append(matrix)
         for module in modules:
             if type(module) is nn.Embedding:
-                module.forward = _Lookup(ops, matrix, weight.dtype)
+                forward: Callable[[Tensor], Tensor] = _Lookup(ops, matrix, weight.dtype)
             else:
                 bias = None if module.bias is None else module.bias.float()
-                module.forward = _Product(ops, matrix, bias, torch.float32 if module is head else None)
+                forward = _Product(ops, matrix, bias, torch.float32 if module is head else None)
+            module.forward = forward
             module.weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
     return matrices
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from octavo import LLM, SamplingParams
 from octavo.errors import CheckpointError
+from octavo.loading import open_checkpoint
 from octavo.models import FALLBACK
 from tests.models import checkpoints
 from tests.models.checkpoints import ids
@@ -78,7 +80,7 @@ def test_greedy_text_is_transformers_in_any_company(name: str, tmp_path: Path) -
         assert len({tuple(one.token_ids) for one in three}) == 3
     for prompt, answer in zip(PROMPTS, alone, strict=True):
         assert answer == reference_logits(model, prompt + answer)[len(prompt) - 1 : -1].argmax(-1).tolist()
-    with LLM(tmp_path, dtype="float32", check_invariants=True, swap_space=20000, **TIGHT, **fallback(name)) as llm:
+    with LLM(tmp_path, dtype="float32", check_invariants=True, **TIGHT, **fallback(name)) as llm:
         assert answers(llm, PROMPTS) == alone
         assert answers(llm, PROMPTS[::-1]) == alone[::-1]
         assert llm.stats().preemptions > 0
@@ -212,3 +214,16 @@ def test_every_type_that_is_listed_runs(model_type: str, tmp_path: Path) -> None
     assert expected.std() > 0.01
     for chunk in (None, 7):
         assert (logits(runner, ids(100), chunk) - expected).abs().max() < 2e-4
+
+
+@pytest.mark.slow
+def test_real_weights_give_the_same_natively_and_through_transformers(smollm2_gguf: Path, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(smollm2_gguf)
+    (tmp_path / "config.json").write_text(json.dumps(dict(checkpoint.config)))
+    tensors = {name: torch.empty(checkpoint.shape(name)) for name in checkpoint.names()}
+    for name, tensor in tensors.items():
+        checkpoint.read(name, tensor)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    tokens = torch.randint(5, 40000, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+    native, other = (logits(make_runner(tmp_path, model_impl=impl), tokens, 128) for impl in ("octavo", "transformers"))
+    assert (native - other).abs().max() < 5e-4
