@@ -134,6 +134,11 @@ class SchedulerConfig:
 class ModelConfig:
     """How the model is loaded and run."""
 
+    model_impl: str = setting(
+        "auto",
+        choice("auto", "octavo", "transformers"),
+        "whose code the model is: octavo's own, or that of transformers with octavo's attention; auto is octavo's where there is one",
+    )
     dtype: str = setting(
         "auto",
         choice("auto", "float32", "bfloat16"),

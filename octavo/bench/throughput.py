@@ -270,8 +270,8 @@ def _open(model: str, config: EngineConfig, contexts: int | None) -> _Opened:
     checkpoint = open_checkpoint(path)
     try:
         block_size = config.memory.block_size
-        shape = models.find(checkpoint.config)[0]
-        limits = [shape.rotary.context]
+        shape = models.find(checkpoint, config.model.model_impl)[0]
+        limits = [shape.context]
         if config.model.max_model_len is not None:
             limits.append(config.model.max_model_len)
         if config.memory.max_blocks_per_seq != "auto":

@@ -84,6 +84,16 @@ def list_models() -> None:
         print(f"{model.name:<32} {decimal(model.bytes):>9}  {place}" + (f"  ({model.about})" if model.about else ""))
 
 
+@app.command("models")
+def show_models(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """List the types of model that run, natively or through transformers, and the models known by name."""
+    from octavo.cli.models import run
+
+    run(json)
+
+
 @app.command()
 def rm(
     model: ModelArgument,

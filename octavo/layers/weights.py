@@ -33,12 +33,12 @@ class Weights:
         quantization: str = "none",
         on_tensor: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._names = checkpoint.names()
         self._taken: set[str] = set()
         self._on_tensor = on_tensor or (lambda taken, total: None)
         self._ops = ops
-        self._quantization = quantization
+        self.quantization = quantization
         self.dtype = dtype
         self.num_bytes = 0
 
@@ -55,7 +55,7 @@ class Weights:
         out = torch.empty(shape, dtype=dtype or self.dtype)
         at = 0
         for name, size in zip(names, sizes, strict=True):
-            self._checkpoint.read(name, out[at : at + size])
+            self.checkpoint.read(name, out[at : at + size])
             at += size
             self._note(name)
         self.num_bytes += out.nbytes
@@ -84,6 +84,12 @@ class Weights:
         self.num_bytes += matrix.nbytes
         return matrix
 
+    def take_rest(self, num_bytes: int) -> None:
+        """Note that what was not taken has been read otherwise, into so much memory."""
+        self.num_bytes += num_bytes
+        self._taken.update(self._names)
+        self._on_tensor(len(self._taken), len(self._names))
+
     def untaken(self) -> list[str]:
         """Names that no layer asked for, save what changes nothing."""
         return [name for name in sorted(self._names - self._taken) if not self._changes_nothing(name)]
@@ -91,10 +97,10 @@ class Weights:
     def _changes_nothing(self, name: str) -> bool:
         """Of a bias of zeros: GPTQ's writers give one to every matrix."""
         weight = f"{name.removesuffix('bias')}weight"
-        if weight not in self._names or self._checkpoint.dtype(weight) is not None:
+        if weight not in self._names or self.checkpoint.dtype(weight) is not None:
             return False
-        values = torch.empty(self._checkpoint.shape(name))
-        self._checkpoint.read(name, values)
+        values = torch.empty(self.checkpoint.shape(name))
+        self.checkpoint.read(name, values)
         return not bool(values.any())
 
     def _sizes(self, names: list[str], shape: tuple[int, ...]) -> list[int]:
@@ -102,11 +108,11 @@ class Weights:
         sizes = []
         for name in names:
             if name not in self._names:
-                raise CheckpointError(f"{self._checkpoint.path}: the model needs the tensor {name}, which is not there")
-            sizes.append(self._checkpoint.shape(name))
+                raise CheckpointError(f"{self.checkpoint.path}: the model needs the tensor {name}, which is not there")
+            sizes.append(self.checkpoint.shape(name))
         if any(size[1:] != shape[1:] or len(size) != len(shape) for size in sizes) or sum(size[0] for size in sizes) != shape[0]:
             found = ", ".join(f"{name} {list(size)}" for name, size in zip(names, sizes, strict=True))
-            raise CheckpointError(f"{self._checkpoint.path}: {found}; the configuration says {list(shape)}")
+            raise CheckpointError(f"{self.checkpoint.path}: {found}; the configuration says {list(shape)}")
         return [size[0] for size in sizes]
 
     def _note(self, name: str) -> None:
@@ -115,12 +121,12 @@ class Weights:
 
     def _grouped(self, name: str, rows: int, columns: int, least_bits: int) -> Grouped | None:
         """A weight by the rules of `quantization`; None where these want it dense, or it does not fit."""
-        if self._quantization == "none":
+        if self.quantization == "none":
             return None
-        stored = self._checkpoint.grouped(name)
-        if self._quantization == "auto":
+        stored = self.checkpoint.grouped(name)
+        if self.quantization == "auto":
             return stored
-        bits = max(int(self._quantization.removeprefix("int")), least_bits)
+        bits = max(int(self.quantization.removeprefix("int")), least_bits)
         if stored is not None and stored.bits <= bits:
             return stored
         del stored
@@ -129,6 +135,6 @@ class Weights:
         buffer = torch.empty(min(step, rows), columns)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            self._checkpoint.read_rows(name, start, buffer[: stop - start])
+            self.checkpoint.read_rows(name, start, buffer[: stop - start])
             quantization.quantize_into(buffer[: stop - start], out.rows(start, stop))
         return out if out.finite() else None

@@ -70,6 +70,11 @@ class DecoderConfig:
     attention_softcap: float | None = None
     logits_softcap: float | None = None
 
+    @property
+    def context(self) -> int:
+        """Tokens that a sequence may have."""
+        return self.rotary.context
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], **differences: Any) -> DecoderConfig:
         """Read an HF configuration; `differences` are what the model type fixes. Raises CheckpointError naming what is missing."""

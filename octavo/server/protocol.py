@@ -196,6 +196,7 @@ class ChatCompletionRequest(SamplingBody):
         default=None, description="told to the chat template; `none` asks it for no thinking"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="further variables of the chat template")
+    documents: list[dict[str, Any]] | None = Field(default=None, description="what to answer from, told to a template that knows of it")
     add_generation_prompt: bool | None = None
     metadata: dict[str, str] | None = Field(default=None, description="a label; not read")
     safety_identifier: str | None = Field(default=None, description="a label; not read")

@@ -53,11 +53,11 @@ class Runner:
         # Beside a model that takes every processor, masks would cost it more time than they take themselves.
         self._looks_ahead = self.device.type != "cpu" or threads < available_processors()
         self._masks: LookAhead | None = None
-        model_config, decoder = models.find(checkpoint.config)
+        model_config, decoder = models.find(checkpoint, config.model.model_impl)
         dtype, kv_dtype = _dtypes(config, checkpoint)
         block_size = self._block_size = config.memory.block_size
 
-        context = model_config.rotary.context
+        context = model_config.context
         wanted = config.model.max_model_len
         if wanted is not None and wanted > context:
             raise ConfigError(f"max_model_len: {wanted}; allowed: up to the model's context of {context} tokens")

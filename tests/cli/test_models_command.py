@@ -1,3 +1,5 @@
+import importlib.metadata
+import json
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,25 @@ def test_an_unknown_model(octavo, cached, command):
     result = octavo(command, "nope", *(["--yes"] if command == "rm" else []))
     assert result.exit_code == 2
     assert result.stderr.startswith("octavo: error: nope: ")
+
+
+def test_models(octavo):
+    said = octavo("models").stdout
+    first = {"Native model types": "llama", "GGUF": "gemma3", "by name": "smollm2-135m", "through transformers": "stablelm"}
+    for title, name in first.items():
+        assert name in said.partition(title)[2].split("\n\n")[0]
+    assert "--model-impl" in said
+
+
+def test_models_as_json(octavo, monkeypatch):
+    found = json.loads(octavo("models", "--json").stdout)
+    assert found["transformers"]["version"] == importlib.metadata.version("transformers")
+    assert "llama" in found["native"]
+    assert not set(found["native"]) & set(found["transformers"]["checked"])
+
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    assert json.loads(octavo("models", "--json").stdout)["transformers"]["version"] is None
+    assert "pip install 'octavo[transformers]'" in octavo("models").stdout

@@ -103,6 +103,12 @@ def test_wrong_conversations(server: Server, messages: list[Any], said: str):
     assert said in answer.json()["error"]["message"]
 
 
+def test_documents_are_refused_where_the_template_knows_of_none(server: Server):
+    answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "documents": [{"text": "Cats purr."}]})
+    assert answer.status_code == 400
+    assert "documents: given; the model's chat template knows of none" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_blocks(server: Server, stream: bool):
     place = urlsplit(server.url)

@@ -52,12 +52,16 @@ def template_variables(body: Any) -> dict[str, Any]:
 
 
 def templated(engine: Engine, body: Any) -> str:
-    """The conversation as one text. Raises ChatTemplateError."""
+    """The conversation as one text. Raises ChatTemplateError, and ApiError for what the template knows nothing of."""
     tools = body.tools if getattr(body, "tool_choice", None) != "none" else None
     variables = template_variables(body)
     if not tools:
         variables.pop("tools", None)
     tokenizer = engine.tokenizer
+    if documents := getattr(body, "documents", None):
+        if "documents" not in (tokenizer.chat_template or ""):
+            raise ApiError(400, "documents: given; the model's chat template knows of none", param="documents")
+        variables["documents"] = documents
     return tokenizer.apply_chat_template(messages_for(tokenizer.chat_template, body.messages, tools), **variables)
 
 
