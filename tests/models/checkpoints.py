@@ -131,8 +131,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(folder: Path, model_type: str, differences: dict[str, Any]) -> Any:
-    torch.manual_seed(len(str(differences)))
-    config = transformers.AutoConfig.for_model(model_type, **(BASE | differences))
+    return saved(folder, transformers.AutoConfig.for_model(model_type, **(BASE | differences)), len(str(differences)))
+
+
+def saved(folder: Path, config: Any, seed: int) -> Any:
+    """A model of random weights, its norms and biases among them."""
+    torch.manual_seed(seed)
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
+
+from tests.models.checkpoints import saved
 
 SMALL: dict[str, Any] = {
     "vocab_size": 131,
@@ -69,13 +70,4 @@ def make(folder: Path, model_type: str, **differences: Any) -> Any:
     usual = transformers.AutoConfig.for_model(model_type)
     known = {*usual.to_dict(), *usual.attribute_map}
     given = {name: value for name, value in SMALL.items() if name in known} | OWN.get(model_type, {}) | differences
-    config = transformers.AutoConfig.for_model(model_type, **given)
-    config._attn_implementation = "eager"
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    return model
+    return saved(folder, transformers.AutoConfig.for_model(model_type, **given), 0)
