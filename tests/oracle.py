@@ -18,7 +18,7 @@ from octavo.worker.runner import Runner
 def make_runner(path: Path, **settings: Any) -> Runner:
     checkpoint = open_checkpoint(path)
     try:
-        return Runner(checkpoint, EngineConfig.create(**({"dtype": "float32", "max_blocks": 256, "prealloc_blocks": 256} | settings)))
+        return Runner(checkpoint, EngineConfig.create(**({"dtype": "float32", "max_blocks": 320, "prealloc_blocks": 256} | settings)))
     finally:
         checkpoint.close()
 
