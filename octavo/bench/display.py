@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,15 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TABLE_WIDTH = 150
+
+
+def write_json(content: Any, file: str) -> None:
+    """To a file, or printed where that is `-`."""
+    text = json.dumps(content, indent=2)
+    if file == "-":
+        print(text)
+    else:
+        Path(file).write_text(text + "\n", encoding="utf-8")
 
 
 def console() -> Console:

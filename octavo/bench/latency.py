@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json as json_format
 import random
 import statistics
 import sys
@@ -17,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -181,11 +179,7 @@ def run(
                 report.profiles.append(profiled(llm.engine, count))
                 done()
     if json is not None:
-        text = json_format.dumps(report.to_dict(), indent=2)
-        if json == "-":
-            print(text)
-        else:
-            Path(json).write_text(text + "\n", encoding="utf-8")
+        display.write_json(report.to_dict(), json)
     if json != "-":
         show(report)
     if out is not None:

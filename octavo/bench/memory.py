@@ -150,9 +150,7 @@ def run(
     )
     report = measure(load, chosen, everything if requests is None else chosen, block_sizes, kernels)
     if json:
-        from json import dumps
-
-        print(dumps(report.to_dict(), indent=2))
+        display.write_json(report.to_dict(), "-")
     else:
         show(report)
     if out is not None:

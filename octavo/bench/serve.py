@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json as json_format
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.bench import display, workload
@@ -156,11 +154,7 @@ def run(
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         report = runner.run(measured())
     if json is not None:
-        content = json_format.dumps(report.to_dict(), indent=2)
-        if json == "-":
-            print(content)
-        else:
-            Path(json).write_text(content + "\n", encoding="utf-8")
+        display.write_json(report.to_dict(), json)
     if json != "-":
         show(report)
     if out is not None:

@@ -11,7 +11,6 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -136,6 +135,9 @@ class Point:
     contexts: int
     report: Report
 
+    def to_dict(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self) | {"report": self.report.to_dict()}
+
 
 def run(
     model: str,
@@ -186,7 +188,7 @@ def run(
             content = opened.measure(work, corners, repeats, warm_up, done, dataset=dataset, scale=scale)
         shown_as, drawn_as = show, draw  # type: ignore[assignment]
     if json is not None:
-        _write(content, json)
+        display.write_json(content.to_dict() if isinstance(content, Report) else [point.to_dict() for point in content], json)
     if json != "-":
         shown_as(content)  # type: ignore[arg-type]
     if out is not None:
@@ -309,19 +311,6 @@ def peak_rss() -> int:
     """Most bytes of memory that this process ever held, loading included."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _write(content: Report | list[Point], file: str) -> None:
-    from json import dumps
-
-    if isinstance(content, Report):
-        text = dumps(content.to_dict(), indent=2)
-    else:
-        text = dumps([msgspec.to_builtins(point) | {"report": point.report.to_dict()} for point in content], indent=2)
-    if file == "-":
-        print(text)
-    else:
-        Path(file).write_text(text + "\n", encoding="utf-8")
 
 
 def show(report: Report) -> None:
