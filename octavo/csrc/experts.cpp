@@ -6,14 +6,13 @@
 #include <string>
 
 #include "buffer.hpp"
+#include "by_token.hpp"
 #include "products.hpp"
 
 namespace octavo {
 
 // Bounds the memory between the products.
 constexpr int64_t TOKENS_TOGETHER = 512;
-// Below this many elements the threads cost more than they give.
-constexpr int64_t WORTH_SHARING = 16384;
 
 static void check(const ExpertsCall& call) {
     const size_t experts = call.gate_up.size();
@@ -55,14 +54,11 @@ static void run(const Kernels& kernels, const ExpertsCall& call, int64_t first, 
     for (int64_t i = 0; i < rows; i++)
         std::memcpy(reinterpret_cast<char*>(x) + places[i] * size * element, from + i / call.count * call.x_stride * element, size * element);
     linear_in_parts(kernels, {nullptr, x, call.type, size, rows, nullptr, gate_up, call.type, 2 * inner}, up);
-    const GateCall gate{gate_up, activated, call.type, call.activation, 2 * inner, int(inner)};
-#pragma omp parallel for schedule(static) if (rows * inner >= WORTH_SHARING)
-    for (int64_t row = 0; row < rows; row++) kernels.activate_and_mul(gate, row);
+    by_token(kernels.activate_and_mul, GateCall{gate_up, activated, call.type, call.activation, 2 * inner, int(inner)}, rows, inner);
     linear_in_parts(kernels, {nullptr, activated, call.type, inner, rows, nullptr, results, Element::float32, size}, down);
     const CombineCall combine{results, places.data(), call.weights + first * call.count, call.count, int(size),
                               static_cast<char*>(call.out) + first * size * element, call.type};
-#pragma omp parallel for schedule(static) if (rows * size >= WORTH_SHARING)
-    for (int64_t token = 0; token < tokens; token++) kernels.combine(combine, token);
+    by_token(kernels.combine, combine, tokens, call.count * size);
 }
 
 void experts(const Kernels& kernels, const ExpertsCall& call) {

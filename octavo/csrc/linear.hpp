@@ -124,9 +124,9 @@ struct ActivationGroup {
 };
 
 // A panel as a matrix holds it.
-template <bool NIBBLED, bool MINIMUMS>
+template <bool NIBBLED, bool SHIFTED>
 struct PackedPanel {
-    static constexpr bool NIBBLES = NIBBLED;
+    static constexpr bool NIBBLES = NIBBLED, MINIMUMS = SHIFTED;
     const uint8_t* at;
 
     const uint8_t* codes(int64_t group) const { return at + group * group_bytes(NIBBLES, MINIMUMS); }
@@ -207,7 +207,7 @@ OCTAVO_INLINE T* take(char*& scratch, int64_t count) {
 }
 
 template <class Packed>
-static UnpackedPanel unpacked(const Packed& packed, int64_t groups, bool minimums, char*& scratch) {
+static UnpackedPanel unpacked(const Packed& packed, int64_t groups, char*& scratch) {
     uint8_t* codes = take<uint8_t>(scratch, groups * code_bytes(false));
     float *scales = take<float>(scratch, groups * PANEL), *mins = take<float>(scratch, groups * PANEL);
     for (int64_t group = 0; group < groups; group++) {
@@ -220,7 +220,7 @@ static UnpackedPanel unpacked(const Packed& packed, int64_t groups, bool minimum
         }
         for (int at = 0; at < PANEL; at += LANES) {
             store(scales + group * PANEL + at, load(packed.scales(group) + at));
-            if (minimums) store(mins + group * PANEL + at, load(packed.minimums(group) + at));
+            if (Packed::MINIMUMS) store(mins + group * PANEL + at, load(packed.minimums(group) + at));
         }
     }
     return {codes, scales, mins};
@@ -261,7 +261,7 @@ static void multiply_grouped(const LinearCall& call, const Activations& x, int64
             if (rows < WORTH_UNPACKING) return multiply_panels<MINIMUMS, Packed, GROUPED_ROWS, panels.value>(call, x, panel, weight);
             UnpackedPanel wide[panels.value];
             char* free = scratch;
-            for (int p = 0; p < panels.value; p++) wide[p] = unpacked(weight[p], matrix.groups(), MINIMUMS, free);
+            for (int p = 0; p < panels.value; p++) wide[p] = unpacked(weight[p], matrix.groups(), free);
             const int64_t next = panel + panels.value, left = end_panel - next, bytes = matrix.panel_bytes();
             multiply_panels<MINIMUMS, UnpackedPanel, GROUPED_ROWS, panels.value>(
                 call, x, panel, wide, {matrix.words(next), (left < TILE_PANELS ? left : TILE_PANELS) * bytes});

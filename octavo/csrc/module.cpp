@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention_plan.hpp"
+#include "by_token.hpp"
 #include "experts.hpp"
 #include "kernels.hpp"
 #include "matrix.hpp"
@@ -61,15 +62,6 @@ Element element(bool is_bfloat16) { return is_bfloat16 ? Element::bfloat16 : Ele
 template <class T>
 T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
-}
-
-// Below this many elements the threads cost more than they give.
-constexpr int64_t WORTH_SHARING = 16384;
-
-template <class Call>
-void by_token(void (*kernel)(const Call&, int64_t), const Call& call, int64_t tokens, int64_t elements_per_token) {
-#pragma omp parallel for schedule(static) if (tokens * elements_per_token >= WORTH_SHARING)
-    for (int64_t token = 0; token < tokens; token++) kernel(call, token);
 }
 
 // The kernels of one instruction set.
