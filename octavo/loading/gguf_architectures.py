@@ -129,5 +129,6 @@ ARCHITECTURES = {
         keys={"sliding_window": ("attention.sliding_window", int)},
         implied=lambda config: {"model_type": "olmo3"} if "sliding_window" in config else {},
     ),
+    "seed_oss": Architecture(model_type="seed_oss", layer_names=LAYER_NAMES | {"post_attention_norm": "post_attention_layernorm"}),
     "smollm3": Architecture(model_type="smollm3", interleaved=True),
 }

@@ -28,6 +28,7 @@ MODELS = {
     "qwen2": "octavo.models.qwen2",
     "qwen3": "octavo.models.qwen3",
     "qwen3_moe": "octavo.models.qwen3_moe",
+    "seed_oss": "octavo.models.seed_oss",
     "smollm3": "octavo.models.smollm3",
 }
 

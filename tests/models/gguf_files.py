@@ -32,8 +32,9 @@ FOLLOWED = STORED | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+SEED_OSS = STORED | {"post_attention_layernorm": "post_attention_norm"}
 GEMMAS, ROTATING_PAIRS = ("gemma", "gemma2", "gemma3"), ("granite", "smollm3", "llama")
-WIDE = (*GEMMAS, "qwen3moe")
+WIDE = (*GEMMAS, "qwen3moe", "seed_oss")
 """Those of which the width of heads is written."""
 
 
@@ -57,7 +58,7 @@ def stored_name(name: str, architecture: str) -> str:
         return OUTER[name]
     _, _, layer, rest = name.split(".", 3)
     part, _, kind = rest.rpartition(".")
-    names = FOLLOWED if architecture in ("gemma2", "gemma3", "olmo2") else STORED
+    names = {"gemma2": FOLLOWED, "gemma3": FOLLOWED, "olmo2": FOLLOWED, "seed_oss": SEED_OSS}.get(architecture, STORED)
     return f"blk.{layer}.{names[part]}.{kind}"
 
 

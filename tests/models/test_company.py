@@ -13,7 +13,19 @@ from octavo import LLM, SamplingParams
 from tests.models.checkpoints import CASES, ids, make
 from tests.oracle import logits, make_runner, reference_logits
 
-NAMES = ["qwen3 moe", "mixtral", "phi 3, longrope", "smollm3", "granite", "olmo 2", "olmo 3", "gemma", "gemma 2", "gemma 3"]
+NAMES = [
+    "qwen3 moe",
+    "mixtral",
+    "phi 3, longrope",
+    "smollm3",
+    "granite",
+    "olmo 2",
+    "olmo 3",
+    "seed oss, biases everywhere",
+    "gemma",
+    "gemma 2",
+    "gemma 3",
+]
 WINDOWED = ["mistral, window", "qwen2, windows on upper layers", "gemma 2", "gemma 3"]
 TIGHT: dict[str, Any] = {"block_size": 4, "prefill_chunk_size": 16, "max_batch_size": 6}
 PROMPTS = [ids(32)[: 20 + length] + ids(40 + length)[:length] for length in (1, 3, 9, 2, 12, 5)]

@@ -34,6 +34,7 @@ FILES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "granite": ("granite", "granite", GRANITE | NARROW, SCALES),
     "olmo 2": ("olmo2", "olmo2", {"pad_token_id": 0} | NARROW, {}),
     "olmo 3": ("olmo2", "olmo3", OLMO3 | NARROW | {"rope_theta": 500_000.0}, {}),
+    "seed oss": ("seed_oss", "seed_oss", {}, {}),
     "smollm3": ("smollm3", "smollm3", SMOLLM3 | NARROW, {}),
     "smollm3, biases": ("smollm3", "smollm3", SMOLLM3 | NARROW | {"attention_bias": True, "tie_word_embeddings": True}, {}),
 }

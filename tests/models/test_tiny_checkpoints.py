@@ -118,6 +118,17 @@ def test_gemma_3_under_the_older_keys_and_defaults(tmp_path: Path) -> None:
     assert (logits(make_runner(tmp_path), ids(100)) - reference_logits(model, ids(100))).abs().max() < 2e-4
 
 
+def test_seed_oss_by_its_own_defaults(tmp_path: Path) -> None:
+    """What a configuration leaves out is what transformers takes for this type, not what a Llama would have."""
+    usual = {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True}
+    model = make(tmp_path, "seed_oss", usual | {"num_attention_heads": 16})
+    path = tmp_path / "config.json"
+    written = json.loads(path.read_text())
+    assert usual.keys() <= written.keys()
+    path.write_text(json.dumps({name: value for name, value in written.items() if name not in usual}))
+    assert (logits(make_runner(tmp_path), ids(100)) - reference_logits(model, ids(100))).abs().max() < 2e-4
+
+
 def test_a_stretched_context_is_the_one_that_gemmas_configuration_names(tmp_path: Path) -> None:
     make(tmp_path, "gemma3_text", GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
     assert make_runner(tmp_path).capacity.longest == 128
