@@ -11,9 +11,9 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, Protocol, TypeVar
 
 from octavo.core.request import Request
 from octavo.core.scheduler import Change
@@ -98,7 +98,7 @@ class AsyncEngine:
     def __init__(
         self, make: Callable[[], LLM], *, max_waiting: int = 0, max_waiting_tokens: int = 0, observer: Observer | None = None
     ) -> None:
-        self.is_draining = False
+        self.is_draining = self._is_closed = False
         self.error: str | None = None
         """Why the step thread ended, where it did on its own."""
         self._make = make
@@ -106,6 +106,8 @@ class AsyncEngine:
         self._observer = observer
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._live: dict[str, tuple[Call, int]] = {}
+        self._num_expected = 0
+        self._asked: set[Future[Any]] = set()
         self._llm: LLM | None = None
         self._ended = asyncio.Event()
         self._queue_seconds = 0.0
@@ -138,10 +140,23 @@ class AsyncEngine:
         self._llm = llm
         return llm
 
-    def add(self, wanted: Sequence[tuple[str | None, list[int], SamplingParams, str]]) -> Call:
+    @contextlib.contextmanager
+    def expected(self, requests: int) -> Iterator[None]:
+        """While so many are being encoded they count as waiting. Raises OverloadedError, UnavailableError."""
+        self.require_ready()
+        self._require_room(requests, 0)
+        self._num_expected += requests
+        try:
+            yield
+        finally:
+            self._num_expected -= requests
+            self._ended.set()
+
+    def add(self, wanted: Sequence[tuple[str | None, list[int], SamplingParams, str]], arrival: float | None = None) -> Call:
         """Queue requests, all or none: texts, ids and parameters that `Engine.encode` and `check` have passed, and request ids.
 
-        Raises InvalidValueError for an id that is in use, OverloadedError, UnavailableError.
+        arrival: when they came, by the engine's clock. Raises InvalidValueError for an id that is in use, OverloadedError,
+        UnavailableError.
         """
         self.require_ready()
         ids = [request_id for *_, request_id in wanted]
@@ -150,7 +165,7 @@ class AsyncEngine:
                 raise InvalidValueError(f"request_id: {shown(request_id)} is in use by a live request")
         self._require_room(len(wanted), sum(len(token_ids) for _, token_ids, _, _ in wanted))
         engine = self.llm.engine
-        call = Call([engine.open(*one) for one in wanted])
+        call = Call([engine.open(*one, arrival) for one in wanted])
         self._live.update((request_id, (call, place)) for place, request_id in enumerate(ids))
         self._commands.put(lambda: self._begin(engine, call))
         return call
@@ -179,19 +194,27 @@ class AsyncEngine:
 
     async def call(self, work: Callable[[Engine], Result]) -> Result:
         """Run something on the step thread, between two steps. Raises what it raises, and UnavailableError."""
-        engine = self.llm.engine
         if self.error is not None:
             raise UnavailableError(f"the engine has stopped: {self.error}")
+        if self._is_closed:
+            raise UnavailableError("the engine is closed")
+        engine = self.llm.engine
         done: Future[Result] = Future()
 
         def run() -> None:
+            if not done.set_running_or_notify_cancel():  # who asked has gone
+                return
             try:
                 done.set_result(work(engine))
             except BaseException as error:
                 done.set_exception(error)
 
+        self._asked.add(done)
         self._commands.put(run)
-        return await asyncio.wrap_future(done)
+        try:
+            return await asyncio.wrap_future(done)
+        finally:
+            self._asked.discard(done)
 
     def require_ready(self) -> None:
         """Raises UnavailableError where requests are not taken."""
@@ -206,7 +229,7 @@ class AsyncEngine:
         self.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self._live:
+                while self._live or self._num_expected:
                     self._ended.clear()
                     await self._ended.wait()
         for request_id in self._live:
@@ -214,17 +237,20 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """End the step thread and free the model."""
-        self.is_draining = True
+        self.is_draining = self._is_closed = True
         self._commands.put(None)
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
+        self._refuse_asked("the engine is closed")
 
     def _require_room(self, requests: int, tokens: int) -> None:
         ahead = [call.requests[place] for call, place in self._live.values()]
         waiting = [request for request in ahead if request.sequences[0].num_cached is None]
         retry_after = min(60, max(1, round(self._queue_seconds)))
-        if self._max_waiting and len(waiting) + requests > self._max_waiting:
-            raise OverloadedError(f"{len(waiting)} requests wait already; {self._max_waiting} may", retry_after)
+        num_waiting = len(waiting) + self._num_expected
+        # What is more than may wait by itself is let in when nothing waits: later it would not be less.
+        if self._max_waiting and num_waiting and num_waiting + requests > self._max_waiting:
+            raise OverloadedError(f"{num_waiting} requests wait already; {self._max_waiting} may", retry_after)
         waiting_tokens = sum(len(request.prompt_token_ids) for request in waiting)
         if self._max_waiting_tokens and waiting_tokens and waiting_tokens + tokens > self._max_waiting_tokens:
             raise OverloadedError(f"{waiting_tokens} prompt tokens wait already; {self._max_waiting_tokens} may", retry_after)
@@ -312,7 +338,13 @@ class AsyncEngine:
         live, self._live = self._live, {}
         for call, _ in live.values():
             call.fail(f"the engine has stopped: {error}")
+        self._refuse_asked(f"the engine has stopped: {error}")
         self._ended.set()
+
+    def _refuse_asked(self, why: str) -> None:
+        for done in list(self._asked):
+            with contextlib.suppress(InvalidStateError):  # it is done, or was left
+                done.set_exception(UnavailableError(why))
 
 
 def _NOTHING() -> None:  # noqa: N802

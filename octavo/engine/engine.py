@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo.config import EngineConfig
@@ -75,6 +76,7 @@ class Engine:
         self._seconds = {"schedule": 0.0, "forward": 0.0, "check": 0.0, "step": 0.0}
         self._said_refusal = False
         self._changes: list[Change] = []
+        self._spellings = functools.lru_cache(maxsize=64)(functools.partial(_spell, tokenizer, self.capacity.vocab_size))
         self.scheduler = Scheduler(
             num_blocks=self.capacity.num_blocks,
             committed_blocks=self.capacity.committed_blocks,
@@ -137,6 +139,7 @@ class Engine:
             if not self._eos_token_ids and not params.stop_token_ids:
                 raise UnsupportedError("structured_outputs: the model has no end-of-sequence token to end the text with")
             self.grammars.check(params.structured_outputs)
+        self._spellings(tuple(params.bad_words))  # here, where a server has time
 
     def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> str:
         """Queue a request; returns its id. Raises InvalidValueError, queueing nothing, for what can never run."""
@@ -157,11 +160,20 @@ class Engine:
             raise
         return request.request_id
 
-    def open(self, text: str | None, ids: list[int], params: SamplingParams, request_id: str | None = None) -> Request:
-        """Make a request of what `encode` and `check` have passed, and room for its output. Its id must not be that of a live one."""
-        now = self._clock()
-        number = next(number for number in self._numbers if request_id is not None or f"request-{number}" not in self._live)
+    def deadline(self, params: SamplingParams, arrival: float) -> float | None:
+        """When a request that came at `arrival` ends at the latest, by the engine's clock."""
         timeout_ms = params.timeout_ms if params.timeout_ms is not None else self.config.scheduler.timeout_ms
+        return None if timeout_ms is None else arrival + timeout_ms / 1000
+
+    def open(
+        self, text: str | None, ids: list[int], params: SamplingParams, request_id: str | None = None, arrival: float | None = None
+    ) -> Request:
+        """Make a request of what `encode` and `check` have passed, and room for its output. Its id must not be that of a live one.
+
+        arrival: when it came, by the engine's clock; without it now.
+        """
+        now = self._clock() if arrival is None else arrival
+        number = next(number for number in self._numbers if request_id is not None or f"request-{number}" not in self._live)
         room = self.capacity.longest - len(ids)
         request = Request(
             request_id if request_id is not None else f"request-{number}",
@@ -169,10 +181,10 @@ class Engine:
             params,
             arrival=now,
             max_length=len(ids) + (room if params.max_tokens is None else min(room, params.max_tokens)),
-            deadline=None if timeout_ms is None else now + timeout_ms / 1000,
+            deadline=self.deadline(params, now),
             eos_token_ids=self._eos_token_ids,
             seed=params.seed if params.seed is not None else _seed(self.config.model.seed, number),
-            bad_words=self._spellings(params.bad_words),
+            bad_words=self._spellings(tuple(params.bad_words)),
         )
         outputs = [CompletionOutput(choice, "", []) for choice in range(params.n)]
         if params.logprobs is not None:
@@ -334,22 +346,23 @@ class Engine:
             delta += search.finish()
         return delta, found
 
-    def _spellings(self, bad_words: Iterable[str]) -> list[list[int]]:
-        """The tokens of texts as they stand at a beginning, and after a space."""
-        found = []
-        for word in bad_words:
-            for text in (word.lstrip(), " " + word.lstrip()):
-                ids = self.tokenizer.encode(text, add_special_tokens=False)
-                if ids and ids not in found and max(ids) < self.capacity.vocab_size:
-                    found.append(ids)
-        return found
-
     def _readable(self, tokens: list[RankedToken]) -> dict[int, Logprob]:
         return {one.token_id: Logprob(one.logprob, one.rank, self._text(one.token_id)) for one in tokens}
 
     def _text(self, token_id: int) -> str:
         """One token as it reads in the middle of a text, special ones by name."""
         return self.tokenizer.decode([token_id], skip_special_tokens=False, continuation=True)
+
+
+def _spell(tokenizer: Tokenizer, vocab_size: int, bad_words: tuple[str, ...]) -> list[list[int]]:
+    """The tokens of texts as they stand at a beginning, and after a space."""
+    found = []
+    for word in bad_words:
+        for text in (word.lstrip(), " " + word.lstrip()):
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            if ids and ids not in found and max(ids) < vocab_size:
+                found.append(ids)
+    return found
 
 
 def _seed(engine_seed: int, number: int) -> int:

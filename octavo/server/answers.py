@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -13,12 +13,12 @@ from fastapi import Request, Response
 from octavo.engine.async_engine import Call
 from octavo.errors import OctavoError, described
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import MAX_ANSWERS, SamplingParams
 from octavo.server import errors
 from octavo.server.errors import ApiError
 from octavo.server.events import DONE, KEEP_ALIVE, EventStream, event
 from octavo.server.protocol import SamplingBody
-from octavo.server.serving import Serving, Ticket, unless_gone
+from octavo.server.serving import NO_TOKEN, EncodedPrompts, Serving, Ticket, unless_gone
 
 
 class Writer(Protocol):
@@ -30,7 +30,7 @@ class Writer(Protocol):
     whole_kind: str
 
     def chunks(self, place: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """The choices of chunks, for what is new in an output."""
+        """What chunks hold, `choices` and further fields, for what is new in an output."""
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """`choices`, and further fields of the answer."""
@@ -45,17 +45,19 @@ async def answer(
     serving: Serving,
     ticket: Ticket,
     body: SamplingBody,
-    prompts: list[tuple[str | None, list[int]]],
     params: SamplingParams,
-    writer: Writer,
+    count: int,
+    read: Callable[[], tuple[EncodedPrompts, Writer]],
 ) -> Response:
-    """Run a call and answer it, whole or as a stream."""
+    """Run a call and answer it, whole or as a stream. read: encodes its `count` prompts, and says who writes the answer."""
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: given; allowed: with stream: true", param="stream_options")
-    call = serving.begin(ticket, prompts, params)
+    if count * params.n > MAX_ANSWERS:
+        raise ApiError(400, f"n: {params.n}, for {count} prompts; allowed: {MAX_ANSWERS} answers of a call at most", param="n")
+    call, writer = await serving.begin(request, ticket, params, count, read)
     if body.stream:
         return await _streamed(request, serving, ticket, body, call, writer)
-    with serving.ended(ticket, call):
+    with serving.ended(ticket):
         outputs = await unless_gone(request, call.outputs())
     _require_answers(outputs)
     generated = sum(len(one.token_ids) - writer.hidden_tokens for output in outputs for one in output.outputs)
@@ -75,7 +77,7 @@ async def _streamed(request: Request, serving: Serving, ticket: Ticket, body: Sa
             first.result()
     except BaseException:
         first.cancel()
-        serving.end(ticket, call)
+        serving.end(ticket)
         raise
 
     async def from_first() -> AsyncIterator[bytes]:
@@ -87,7 +89,7 @@ async def _streamed(request: Request, serving: Serving, ticket: Ticket, body: Sa
         async for content in events:
             yield content
 
-    return EventStream(from_first(), lambda: serving.end(ticket, call))
+    return EventStream(from_first(), lambda: serving.end(ticket))
 
 
 async def _events(ticket: Ticket, body: SamplingBody, call: Call, writer: Writer) -> AsyncIterator[bytes]:
@@ -105,16 +107,17 @@ async def _events(ticket: Ticket, body: SamplingBody, call: Call, writer: Writer
                 _require_answers([output])
             generated += new
             content = b""
-            for choice in writer.chunks(place, output):
-                chunk = base | {"choices": [choice]}
-                if told:
-                    chunk["usage"] = _usage(call, max(0, generated), list(last.values())) if always else None
-                content += event(chunk)
+            for chunk in writer.chunks(place, output):
+                if always:
+                    chunk["usage"] = _usage(call, generated, list(last.values()))
+                elif told:
+                    chunk["usage"] = None
+                content += event(base | chunk)
             if (failure := _failure(output)) is not None:
                 content += event(failure)
             if content:
                 yield content
-        usage = _usage(call, max(0, generated), list(last.values()))
+        usage = _usage(call, generated, list(last.values()))
         ticket.figures |= _figures(usage, list(last.values()))
         if told:
             yield event(base | {"choices": [], "usage": usage})
@@ -129,13 +132,13 @@ async def _events(ticket: Ticket, body: SamplingBody, call: Call, writer: Writer
 
 
 def _require_answers(outputs: list[RequestOutput]) -> None:
-    """Raises ApiError where the model failed, or nothing came before the deadline."""
-    for output in outputs:
-        for one in output.outputs:
-            if one.finish_reason == "error":
-                raise ApiError(500, one.error or "the model failed")
-            if one.finish_reason == "timeout" and not one.token_ids:
-                raise ApiError(408, "the deadline passed before the first token", code="timeout")
+    """Raises ApiError where the model failed, or nothing at all came before the deadline."""
+    all_answers = [one for output in outputs for one in output.outputs]
+    for one in all_answers:
+        if one.finish_reason == "error":
+            raise ApiError(500, one.error or "the model failed")
+    if all(one.finish_reason == "timeout" and not one.token_ids for one in all_answers):
+        raise ApiError(408, NO_TOKEN, code="timeout")
 
 
 def _failure(output: RequestOutput) -> dict[str, Any] | None:
@@ -150,6 +153,8 @@ def _failure(output: RequestOutput) -> dict[str, Any] | None:
 
 
 def _usage(call: Call, generated: int, outputs: list[RequestOutput]) -> dict[str, Any]:
+    """generated: less than nothing where tokens are hidden that did not come."""
+    generated = max(0, generated)
     prompt = sum(len(request.prompt_token_ids) for request in call.requests)
     cached = sum(output.num_cached_tokens or 0 for output in outputs)
     details = {"cached_tokens": cached}

@@ -18,7 +18,8 @@ from octavo.server.protocol import Message, NamedTool, Tool
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 THINK, THINK_END = "<think>", "</think>"
-STRING_OR_END = re.compile(rf'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|{CALL_END}', re.DOTALL)
+QUOTE_OR_END = re.compile(f'"|{CALL_END}')
+IN_STRING = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)
 
 TOLD = """You may call functions to help with the user's question. They are described here, one JSON object a line:
 <tools>
@@ -155,14 +156,16 @@ class AnswerParser:
     """Takes one answer apart as it comes: thoughts, content, calls of tools. What may be the beginning of a tag is held back.
 
     thinks: whether the model's thoughts stand between tags; begun: whether the prompt has opened them. calls: whether tools may be called.
+    most_calls: how many calls are told, those after them are left out; None is all.
     """
 
-    def __init__(self, *, thinks: bool, begun: bool, calls: bool) -> None:
-        self._thinks, self._calls = thinks, calls
+    def __init__(self, *, thinks: bool, begun: bool, calls: bool, most_calls: int | None = None) -> None:
+        self._thinks, self._calls, self._most_calls = thinks, calls, most_calls
         self._state = "reasoning" if begun else "content"
         self._held = ""
         self._spaces = ""
         self._began = self._after_thoughts = False
+        self._end_search = EndSearch()
         self.num_calls = 0
 
     def push(self, text: str, ends: bool = False) -> News:
@@ -192,15 +195,17 @@ class AnswerParser:
                 self._state, self._thinks, self._held = "content", False, self._held
                 self._after_thoughts = True
         else:
-            end = _end_of_call(self._held)
+            end = self._end_search.find(self._held)
             if end < 0 and not ends:
                 return False
+            self._end_search = EndSearch()
             body, tag, rest = (self._held, "", "") if end < 0 else (self._held[:end], CALL_END, self._held[end + len(CALL_END) :])
             call = self._call(body)
             self._held, self._state = rest, "content"
             if call is not None:
                 self._spaces = ""
-                news.calls.append(call)
+                if self._most_calls is None or self.num_calls <= self._most_calls:
+                    news.calls.append(call)
             else:
                 self._say(news, CALL + body + tag, ends)
         return bool(tag)
@@ -235,9 +240,30 @@ class AnswerParser:
         return call
 
 
-def _end_of_call(text: str) -> int:
-    """Where the tag that ends a call begins, -1 where it has not come; inside a string of JSON it is but text."""
-    return next((found.start() for found in STRING_OR_END.finditer(text) if found[0] == CALL_END), -1)
+class EndSearch:
+    """Where the tag that ends a call begins, in a text that grows; what has been searched is not searched again."""
+
+    def __init__(self) -> None:
+        self._place = 0
+        self._in_string = False
+
+    def find(self, text: str) -> int:
+        """The place, -1 where the tag has not come. text: that of the last time, or more. Inside a string of JSON the tag is but text."""
+        while True:
+            if self._in_string:
+                found = IN_STRING.match(text, self._place)
+                assert found is not None
+                self._place = found.end()
+                if not text.startswith('"', self._place):
+                    return -1
+                self._place, self._in_string = self._place + 1, False
+            found = QUOTE_OR_END.search(text, self._place)
+            if found is None:
+                self._place = max(self._place, len(text) - len(CALL_END) + 1)
+                return -1
+            if found[0] == CALL_END:
+                return found.start()
+            self._place, self._in_string = found.end(), True
 
 
 def _cut(text: str, tags: list[str], ends: bool) -> tuple[str, str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.server.errors import ApiError, response
+from octavo.server.errors import ApiError, response, translated
 from octavo.server.metrics import Metrics
 from octavo.server.serving import new_id
 
@@ -62,6 +62,11 @@ class Door:
             except ApiError as error:
                 if not status:
                     await response(error)(scope, receive, answer)
+            except Exception as error:
+                logger.exception("request %s failed", known["request_id"])
+                if status:  # what is left of it cannot be sent, and the client sees that
+                    raise
+                await response(translated(error))(scope, receive, answer)
         finally:
             self._log(scope, status or 499, time.perf_counter() - began, known)
 

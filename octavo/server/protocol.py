@@ -6,15 +6,19 @@ not supported: anything else is refused by its name.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from octavo.errors import InvalidValueError
-from octavo.sampling_params import MAX_LOGPROBS, RANGES, SamplingParams
+from octavo.sampling_params import MAX_BIASES, MAX_LOGPROBS, RANGES, SamplingParams
 
 MAX_PROMPTS = 1024
 """Prompts of one call."""
+
+MAX_FIELDS = 256
+"""Fields of one object."""
 
 MAX_ID = 2**31 - 1
 
@@ -26,6 +30,26 @@ def ranged(name: str, about: str = "", **changed: float) -> Any:
     return Field(default=None, description=about or None, json_schema_extra=limits)
 
 
+Item = TypeVar("Item")
+
+
+class _FirstError(FailFast):
+    """Hashable, so that it may stand in a union."""
+
+    __hash__ = object.__hash__
+
+
+Many = Annotated[list[Item], _FirstError()]
+"""A list of which no more is looked at from its first wrong element on."""
+
+
+def few(given: Any, most: int) -> Any:
+    """Refuse a dictionary or list of more before its entries are looked at: each that is wrong would be an error of its own."""
+    if isinstance(given, dict | list) and len(given) > most:
+        raise PydanticCustomError("too_many", "{count} entries; allowed: {most} at most", {"count": len(given), "most": most})
+    return given
+
+
 TokenId = Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": MAX_ID})]
 Text = Annotated[str, Field(json_schema_extra={"minLength": 1})]
 
@@ -34,6 +58,11 @@ class Body(BaseModel):
     """Types are taken as they are: a text is no number, and an unknown field is refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, data: Any) -> Any:
+        return few(data, MAX_FIELDS)
 
 
 class Part(Body):
@@ -50,6 +79,7 @@ class FunctionCall(Body):
 
 
 class ToolCall(Body):
+    index: int | None = Field(default=None, description="what a client repeats of a stream; not read")
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -59,13 +89,13 @@ class Message(Body):
     """A message of a conversation. `developer` is `system` by its newer name."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Many[Part] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = Field(default=None, description="what a client repeats of an answer; not read")
+    annotations: Many[Any] | None = Field(default=None, description="what a client repeats of an answer; not read")
     audio: None = None
     function_call: None = None
 
@@ -115,7 +145,7 @@ class StructuredOutputs(Body):
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[Text] | None = None
+    choice: Many[Text] | None = None
     grammar: str | None = None
     disable_any_whitespace: bool = True
     whitespace_pattern: str | None = None
@@ -136,19 +166,21 @@ class SamplingBody(Body):
     top_k: int | None = ranged("top_k", "0 and -1 are no limit")
     min_p: float | None = ranged("min_p")
     seed: int | None = ranged("seed")
-    stop: Text | list[Text] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    bad_words: list[Text] | None = None
+    stop: Text | Many[Text] | None = None
+    stop_token_ids: Many[TokenId] | None = None
+    bad_words: Many[Text] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = ranged("min_tokens")
     prompt_logprobs: int | None = ranged("prompt_logprobs")
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = Field(default=None, description="token id to a number from -100 to 100")
-    allowed_token_ids: list[TokenId] | None = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(lambda given: few(given, MAX_BIASES))] = Field(
+        default=None, description="token id to a number from -100 to 100", json_schema_extra={"maxProperties": MAX_BIASES}
+    )
+    allowed_token_ids: Many[TokenId] | None = None
     structured_outputs: StructuredOutputs | None = None
-    logits_processors: list[str] | None = Field(default=None, description="names that the server has registered")
+    logits_processors: Many[str] | None = Field(default=None, description="names that the server has registered")
     timeout_ms: float | None = ranged("timeout_ms", "deadline of the whole request, queueing included")
     priority: int | None = ranged("priority")
     cache_salt: Text | None = None
@@ -156,7 +188,7 @@ class SamplingBody(Body):
         default=None, pattern=r"^[!-~]{1,128}$", description="the request's id; without it that of X-Request-Id, or a new one"
     )
     return_token_ids: bool | None = None
-    user: str | None = Field(default=None, description="a label, written to the log")
+    user: str | None = Field(default=None, description="a label; its first 128 characters are written to the log")
 
     def params(self, recommended: dict[str, Any], **changed: Any) -> SamplingParams:
         """What the model recommends, what the body says, and what the caller makes of the rest. Raises InvalidValueError."""
@@ -172,8 +204,15 @@ class SamplingBody(Body):
 SAMPLED = [name for name in SamplingBody.model_fields if name in SamplingParams.__struct_fields__ and name != "structured_outputs"]
 
 
+def few_prompts(given: Any) -> Any:
+    is_one = isinstance(given, list) and bool(given) and isinstance(given[0], int)
+    return given if is_one else few(given, MAX_PROMPTS)
+
+
 class CompletionRequest(SamplingBody):
-    prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]] = Field(description="one prompt or several, as text or token ids")
+    prompt: Annotated[Text | Many[Text] | Many[TokenId] | Many[Many[TokenId]], BeforeValidator(few_prompts)] = Field(
+        description=f"one prompt or several, {MAX_PROMPTS} at most, as text or token ids"
+    )
     max_tokens: int | None = ranged("max_tokens", "generated tokens at most, 16 without it; 0 with echo", minimum=0)
     logprobs: int | None = ranged("logprobs", "score the tokens, and name so many of the likeliest")
     echo: bool | None = None
@@ -183,12 +222,12 @@ class CompletionRequest(SamplingBody):
 
 
 class ChatCompletionRequest(SamplingBody):
-    messages: list[Message] = Field(min_length=1)
+    messages: Many[Message] = Field(min_length=1)
     max_tokens: int | None = ranged("max_tokens", "the older name of max_completion_tokens")
     max_completion_tokens: int | None = ranged("max_tokens", "generated tokens at most; without it as many as the context holds")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS})
-    tools: list[Tool] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -196,14 +235,16 @@ class ChatCompletionRequest(SamplingBody):
         default=None, description="told to the chat template; `none` asks it for no thinking"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="further variables of the chat template")
-    documents: list[dict[str, Any]] | None = Field(default=None, description="what to answer from, told to a template that knows of it")
+    documents: Many[dict[str, Any]] | None = Field(default=None, description="what to answer from, told to a template that knows of it")
     add_generation_prompt: bool | None = None
-    metadata: dict[str, str] | None = Field(default=None, description="a label; not read")
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(lambda given: few(given, MAX_FIELDS))] = Field(
+        default=None, description="a label; not read", json_schema_extra={"maxProperties": MAX_FIELDS}
+    )
     safety_identifier: str | None = Field(default=None, description="a label; not read")
     prompt_cache_key: str | None = Field(default=None, description="not needed: all equal prefixes are shared, within their cache_salt")
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Many[Literal["text"]] | None = None
     audio: None = None
     functions: None = None
     function_call: None = None
@@ -218,8 +259,8 @@ class TokenizeRequest(Body):
 
     model: str = ""
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
-    tools: list[Tool] | None = None
+    messages: Many[Message] | None = Field(default=None, min_length=1)
+    tools: Many[Tool] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
@@ -228,7 +269,7 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     model: str = ""
-    tokens: list[TokenId]
+    tokens: Many[TokenId]
 
 
 # Answers
@@ -247,10 +288,6 @@ class ErrorResponse(BaseModel):
 
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
-
-
-class CompletionTokensDetails(BaseModel):
-    reasoning_tokens: int
 
 
 class Usage(BaseModel):

@@ -18,11 +18,19 @@ from octavo.errors import shown
 from octavo.sampling_params import SamplingParams
 from octavo.server.errors import ApiError
 from octavo.server.metrics import Metrics
+from octavo.server.protocol import SamplingBody
 
 Result = TypeVar("Result")
+EncodedPrompts = list[tuple[str | None, list[int]]]
 
 ENCODERS = 2
 """Threads that make tokens of texts and compile structures, which may take long for some."""
+
+
+MAX_LABEL = 128
+"""Characters of a label that the log tells."""
+
+NO_TOKEN = "the deadline passed before the first token"
 
 
 class ClientGoneError(Exception):
@@ -31,12 +39,18 @@ class ClientGoneError(Exception):
 
 @dataclass
 class Ticket:
-    """One HTTP call: the id that its answer bears, and what the log tells of it at the end."""
+    """One HTTP call from its arrival: the id that its answer bears, and what the log tells of it at the end.
+
+    arrival: by time.monotonic. call: what is queued of it; before that `aborted` says that it is to end at once.
+    """
 
     kind: str
     request_id: str
     model: str
+    arrival: float = field(default_factory=time.monotonic)
     created: int = field(default_factory=lambda: int(time.time()))
+    call: Call | None = None
+    aborted: bool = False
     figures: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -53,7 +67,7 @@ class Serving:
         self.names = list(names)
         self.created = int(time.time())
         self._any_name = any_name
-        self._calls: dict[str, Call] = {}
+        self._tickets: dict[str, Ticket] = {}
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="octavo-encode")
 
     def model_name(self, asked: str) -> str:
@@ -64,14 +78,16 @@ class Serving:
             raise ApiError(404, f"model: {shown(asked)}; served here: {', '.join(self.names)}", param="model", code="model_not_found")
         return asked
 
-    def ticket(self, kind: str, request: Request, body_id: str | None, model: str) -> Ticket:
+    def ticket(self, kind: str, request: Request, body: SamplingBody) -> Ticket:
         """For a call that begins. Raises ApiError 400 where its id is that of a live one."""
         self.engine.require_ready()
-        request_id = body_id or request.scope["octavo"].get("given_id") or request.scope["octavo"]["request_id"]
-        ticket = Ticket(kind, request_id, self.model_name(model))
-        request.scope["octavo"]["request_id"] = request_id
-        request.scope["octavo"]["figures"] = ticket.figures
-        if request_id in self._calls:
+        known = request.scope["octavo"]
+        request_id = body.request_id or known.get("given_id") or known["request_id"]
+        ticket = Ticket(kind, request_id, self.model_name(body.model))
+        known["request_id"], known["figures"] = request_id, ticket.figures
+        if body.user is not None:
+            ticket.figures["user"] = body.user[:MAX_LABEL]
+        if request_id in self._tickets:
             raise ApiError(400, f"request_id: {shown(request_id)} is in use by a live request", param="request_id")
         return ticket
 
@@ -79,33 +95,55 @@ class Serving:
         """Run something that may take long, beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._encoders, what)
 
-    def begin(self, ticket: Ticket, prompts: Sequence[tuple[str | None, list[int]]], params: SamplingParams) -> Call:
-        """Queue encoded prompts, all or none."""
-        if ticket.request_id in self._calls:  # another came while this one was read
-            raise ApiError(400, f"request_id: {shown(ticket.request_id)} is in use by a live request", param="request_id")
-        ids = [ticket.request_id] if len(prompts) == 1 else [f"{ticket.request_id}/{place}" for place in range(len(prompts))]
-        call = self.engine.add([(text, token_ids, params, name) for (text, token_ids), name in zip(prompts, ids, strict=True)])
-        self._calls[ticket.request_id] = call
-        return call
+    async def begin(
+        self, request: Request, ticket: Ticket, params: SamplingParams, count: int, read: Callable[[], tuple[EncodedPrompts, Result]]
+    ) -> tuple[Call, Result]:
+        """Queue a call's prompts, all or none; it is live from here until `end`.
 
-    def end(self, ticket: Ticket, call: Call) -> None:
+        read: encodes `count` prompts, which may take long, so it runs beside the event loop; meanwhile they count as waiting. What it
+        returns beside them is returned. Raises ApiError 408 where the deadline passes before it is done, ClientGoneError, OverloadedError.
+        """
+        self._tickets[ticket.request_id] = ticket
+        try:
+            deadline = self.engine.llm.engine.deadline(params, ticket.arrival)
+            with self.engine.expected(count):
+                async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                    prompts, beside = await unless_gone(request, self.work(read))
+            ids = [ticket.request_id] if count == 1 else [f"{ticket.request_id}/{place}" for place in range(count)]
+            wanted = [(text, token_ids, params, name) for (text, token_ids), name in zip(prompts, ids, strict=True)]
+            ticket.call = self.engine.add(wanted, ticket.arrival)
+        except BaseException as error:
+            self.end(ticket)
+            if isinstance(error, TimeoutError):
+                raise ApiError(408, NO_TOKEN, code="timeout") from None
+            raise
+        if ticket.aborted:
+            self._abort(ticket.call)
+        return ticket.call, beside
+
+    def end(self, ticket: Ticket) -> None:
         """A call is over, whether it was answered or left."""
-        if self._calls.get(ticket.request_id) is call:
-            del self._calls[ticket.request_id]
-        self.engine.forget(call)
+        if self._tickets.get(ticket.request_id) is ticket:
+            del self._tickets[ticket.request_id]
+        if ticket.call is not None:
+            self.engine.forget(ticket.call)
 
     @contextmanager
-    def ended(self, ticket: Ticket, call: Call) -> Iterator[None]:
+    def ended(self, ticket: Ticket) -> Iterator[None]:
         try:
             yield
         finally:
-            self.end(ticket, call)
+            self.end(ticket)
 
     def abort(self, name: str) -> bool:
-        """End a live call by its request id, or by the id that its answer bears."""
-        call = self._calls.get(name) or self._calls.get(name.partition("-")[2])
-        if call is None:
+        """End a live call by its request id, or by the id that its answer bears. False where there is none, or it has ended."""
+        ticket = self._tickets.get(name) or self._tickets.get(name.partition("-")[2])
+        if ticket is None or name not in (ticket.request_id, ticket.id):
             return False
+        ticket.aborted = True
+        return ticket.call is None or self._abort(ticket.call)
+
+    def _abort(self, call: Call) -> bool:
         ended = [self.engine.abort(request.request_id) for request in call.requests]
         return any(ended)
 

@@ -15,7 +15,11 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from pydantic import ValidationError
 from serving import Server, served
+
+from octavo import LLM, SamplingParams
+from octavo.server.protocol import CompletionRequest
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 
@@ -133,6 +137,152 @@ def test_an_id_is_one_requests(server: Server):
     assert answer["choices"][0]["finish_reason"] == "abort"
     assert 0 < answer["usage"]["completion_tokens"] < 1500
     assert server.client.delete("/v1/requests/same").status_code == 404
+
+
+def test_only_a_calls_own_names_end_it(server: Server):
+    """A3: neither what ends like its id, nor an id that is over, ends a live call."""
+    assert server.post("/v1/completions", LONG | {"max_tokens": 1, "request_id": "7"}).status_code == 200
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(server.post, "/v1/completions", LONG | {"request_id": "1", "max_tokens": 100})
+        server.wait_running()
+        for name in ("job-1", "chatcmpl-1", "cmpl-7", "7", "-1", ""):
+            assert server.client.delete(f"/v1/requests/{name}").status_code in (404, 405)
+        assert first.result().json()["choices"][0]["finish_reason"] == "length"
+    with ThreadPoolExecutor(1) as pool:  # the id again: what was said to its predecessor has no effect
+        second = pool.submit(server.post, "/v1/completions", LONG | {"request_id": "1", "max_tokens": 20})
+        assert second.result().json()["usage"]["completion_tokens"] == 20
+
+
+def test_an_aborted_echo_has_no_less_than_no_tokens(server: Server):
+    """A6."""
+    asked = {"prompt": [5] * 2000, "echo": True, "max_tokens": 0, "logprobs": 1, "request_id": "scored"}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post, "/v1/completions", asked)
+        server.wait_running()
+        assert server.client.delete("/v1/requests/scored").status_code == 200
+        assert answer.result().json()["usage"]["completion_tokens"] == 0
+    whole = server.post("/v1/completions", {"prompt": "Hello world", "echo": True, "max_tokens": 0, "logprobs": 1}).json()
+    assert whole["choices"][0]["text"] == "Hello world"
+    assert whole["choices"][0]["logprobs"]["token_logprobs"][0] is None
+    assert whole["choices"][0]["logprobs"]["token_logprobs"][1] < 0
+    assert whole["usage"]["completion_tokens"] == 0
+
+
+def test_usage_and_reasons_in_a_stream(server: Server):
+    """A8."""
+    asked = {"prompt": "Once upon a time", "max_tokens": 5, "ignore_eos": True, "stream": True}
+    for options in ({}, {"stream_options": {}}, {"stream_options": {"include_usage": False}}):
+        *chunks, done = events(server.post("/v1/completions", asked | options))
+        assert done is None
+        assert all("usage" not in chunk for chunk in chunks)
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    *chunks, last, _ = events(server.post("/v1/completions", asked | {"stream_options": {"include_usage": True}}))
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 5
+    *chunks, _ = events(server.post("/v1/completions", asked | {"stream_options": {"continuous_usage_stats": True}}))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 5
+    assert chunks[-1]["choices"]
+
+
+def test_a_chat_over_http_reads_what_an_offline_one_does(server: Server, smollm2_gguf: Path):
+    """A10. The template writes what begins a text, and nothing else does."""
+    messages = [{"role": "user", "content": "Hi"}]
+    asked = {"messages": messages, "max_tokens": 3, "return_token_ids": True}
+    whole = server.post("/v1/chat/completions", asked).json()
+    with LLM(smollm2_gguf, max_model_len=512, prealloc_blocks=32) as llm:
+        (offline,) = llm.chat(messages, SamplingParams(max_tokens=1))
+    assert whole["prompt_token_ids"] == offline.prompt_token_ids
+    assert whole["prompt_token_ids"][:2] != [whole["prompt_token_ids"][0]] * 2
+    first, *others, _ = events(server.post("/v1/chat/completions", asked | {"stream": True, "prompt_logprobs": 1}))
+    assert first["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert len(first["prompt_logprobs"]) == len(first["prompt_token_ids"])
+    assert all("prompt_token_ids" not in chunk and "prompt_logprobs" not in chunk for chunk in others)
+
+
+@pytest.mark.parametrize("small", [{"temperature": 1e-4}, {"temperature": 1.0, "top_p": 1e-4}, {"temperature": 1e-4, "top_p": 1e-4}])
+def test_what_is_next_to_nothing_leaves_the_likeliest(server: Server, small: dict[str, float]):
+    """S1. (S2, which tokens top_p keeps, is shown where the probabilities can be given: in the sampler's tests.)"""
+    asked = {"prompt": "Once upon a time", "max_tokens": 8, "ignore_eos": True}
+    greedy = server.post("/v1/completions", asked | {"temperature": 0}).json()["choices"][0]["text"]
+    assert server.post("/v1/completions", asked | small).json()["choices"][0]["text"] == greedy
+
+
+def test_more_logprobs_than_the_vocabulary_has(server: Server):
+    """S4."""
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 49153}
+    for answer in (server.post("/v1/chat/completions", chat), server.post("/v1/completions", {"prompt": "Hi", "logprobs": 49153})):
+        assert answer.status_code == 400
+        assert "49153" in answer.json()["error"]["message"]
+
+
+def test_at_least_so_many_tokens_before_the_end(server: Server):
+    """S7: whatever the prompt's length, and however the end is wished for."""
+    (end,) = server.post("/tokenize", {"prompt": "<|im_end|>"}).json()["tokens"]
+    for prompt in ("Hi", "Once upon a time, in a land far away, there lived a king"):
+        asked = {"prompt": prompt, "min_tokens": 4, "max_tokens": 10, "logit_bias": {str(end): 100}, "return_token_ids": True}
+        (choice,) = server.post("/v1/completions", asked).json()["choices"]
+        assert choice["finish_reason"] == "stop"
+        assert choice["token_ids"].index(end) == 4
+
+
+def test_scores_are_numbers_where_tokens_are_cut_off(server: Server):
+    """S9: JSON knows neither infinities nor NaN."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    asked = {"prompt": "Once upon a time", "max_tokens": 4, "top_p": 0.1, "logprobs": 5, "allowed_token_ids": [1000, 2000]}
+    answer = server.post("/v1/completions", asked)
+    assert answer.status_code == 200
+    (choice,) = json.loads(answer.text, parse_constant=refuse)["choices"]
+    assert all(isinstance(score, float) for score in choice["logprobs"]["token_logprobs"])
+
+
+def test_labels_are_logged_and_what_clients_repeat_is_read(server: Server):
+    call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": "call_1", "content": "A cat."})
+    asked = {"messages": messages, "max_tokens": 1, "user": "somebody " * 100, "request_id": "labelled"}
+    assert server.post("/v1/chat/completions", asked).status_code == 200
+    time.sleep(0.1)
+    (line,) = [line for line in server.log.read_text().splitlines() if "id=labelled" in line]
+    assert "somebody somebody" in line
+    assert line.count("somebody") < 20
+
+
+def test_a_conversation_too_long_names_the_messages(server: Server):
+    answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 3000}]})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+    assert "2047" in error["message"]
+
+
+def test_answers_of_a_call_are_bounded(server: Server):
+    answer = server.post("/v1/completions", {"prompt": ["Hi"] * 100, "n": 11})
+    assert answer.status_code == 400
+    assert "n: 11, for 100 prompts; allowed: 1024 answers" in answer.json()["error"]["message"]
+
+
+HUGE = {
+    "prompts": {"prompt": [None] * 500_000},
+    "lists": {"prompt": [[None]] * 500_000},
+    "stops": {"prompt": "Hi", "stop": [1] * 500_000},
+    "fields": {"prompt": "Hi"} | {f"field_{place}": 1 for place in range(200_000)},
+    "biases": {"prompt": "Hi", "logit_bias": {str(place): "x" for place in range(200_000)}},
+}
+
+
+@pytest.mark.parametrize("case", HUGE)
+def test_a_large_body_of_wrong_elements_is_one_error(server: Server, case: str):
+    """Were each an error of its own, such a body would hold the event loop for a minute and more."""
+    with pytest.raises(ValidationError) as error:
+        CompletionRequest.model_validate(HUGE[case])
+    assert error.value.error_count() <= 4  # one for each alternative of a union
+    assert server.post("/v1/completions", HUGE[case]).status_code == 400
 
 
 def test_deadlines(server: Server):

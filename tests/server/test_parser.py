@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.server.conversation import AnswerParser, News, forced_calls, messages_for
+from octavo.server.conversation import CALL_END, AnswerParser, EndSearch, News, forced_calls, messages_for
 from octavo.server.errors import ApiError
 from octavo.server.protocol import Message, NamedTool, Tool
 
@@ -55,6 +56,27 @@ def test_calls_are_taken_out():
     assert [call["function"]["name"] for call in news.calls] == ["get_weather"] * 2
     assert json.loads(news.calls[0]["function"]["arguments"]) == {"city": "Paris"}
     assert len({call["id"] for call in news.calls}) == 2
+
+
+@settings(deadline=None)
+@given(
+    st.text('"\\\\x</tol_ca>', max_size=20).flatmap(lambda text: st.tuples(st.just(text + CALL_END + text), st.sets(st.integers(0, 60))))
+)
+def test_the_end_of_a_call_is_found_however_the_text_grows(given_text: tuple[str, set[int]]):
+    text, cuts = given_text
+    search = EndSearch()
+    found = [search.find(text[:cut]) for cut in [*sorted(cut for cut in cuts if cut < len(text)), len(text)]]
+    whole = EndSearch().find(text)
+    assert found[-1] == whole
+    assert all(place in (-1, whole) for place in found)
+    strings = re.sub(r'"(?:[^"\\]|\\.)*"?', lambda string: "_" * len(string[0]), text)
+    assert whole == strings.find(CALL_END)
+
+
+def test_no_more_calls_are_told_than_are_wanted():
+    parser = AnswerParser(thinks=False, begun=False, calls=True, most_calls=1)
+    news = parser.push(f"{CALL}\n{CALL}\nDone.", ends=True)
+    assert [call["index"] for call in news.calls] == [0]
 
 
 def test_a_call_without_its_last_tag_counts():

@@ -8,13 +8,14 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from octavo.engine.engine import Engine
+from octavo.errors import PromptTooLongError
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server import answers, errors
 from octavo.server.conversation import THINK, AnswerParser, News, forced_calls, messages_for, tool_dict
 from octavo.server.errors import ApiError
 from octavo.server.protocol import ChatCompletion, ChatCompletionRequest
-from octavo.server.serving import Serving
+from octavo.server.serving import EncodedPrompts, Serving
 
 router = APIRouter()
 
@@ -23,15 +24,18 @@ router = APIRouter()
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Answer a conversation. With `stream: true` the answer comes as server-sent events."""
     serving: Serving = request.app.state.serving
-    ticket = serving.ticket("chatcmpl", request, body.request_id, body.model)
+    ticket = serving.ticket("chatcmpl", request, body)
     llm = serving.engine.llm
     grammar = _grammar(body)
     changed: dict[str, Any] = {"output_kind": "delta" if body.stream else "final", "logprobs": _logprobs(body)}
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     params = body.params(llm.recommended, **changed | {"max_tokens": limit} | ({"structured_outputs": grammar} if grammar else {}))
-    text, token_ids = await serving.work(lambda: _encode(llm.engine, body, params))
-    writer = ChatWriter(body, llm.engine, text, constrained=params.structured_outputs is not None)
-    return await answers.answer(request, serving, ticket, body, [(None, token_ids)], params, writer)
+
+    def read() -> tuple[EncodedPrompts, ChatWriter]:
+        text, token_ids = _encode(llm.engine, body, params)
+        return [(None, token_ids)], ChatWriter(body, llm.engine, text, constrained=params.structured_outputs is not None)
+
+    return await answers.answer(request, serving, ticket, body, params, 1, read)
 
 
 def template_variables(body: Any) -> dict[str, Any]:
@@ -68,7 +72,10 @@ def templated(engine: Engine, body: Any) -> str:
 def _encode(engine: Engine, body: ChatCompletionRequest, params: SamplingParams) -> tuple[str, list[int]]:
     engine.check(params)
     text = templated(engine, body)
-    return text, engine.encode(engine.tokenizer.encode_templated(text))[1]
+    try:
+        return text, engine.encode(engine.tokenizer.encode_templated(text))[1]
+    except PromptTooLongError as error:
+        raise PromptTooLongError(f"messages{str(error).removeprefix('prompt')}") from None
 
 
 def _logprobs(body: ChatCompletionRequest) -> int | None:
@@ -109,11 +116,13 @@ class ChatWriter:
         thinks = not constrained and THINK in (engine.tokenizer.chat_template or "")
         calls = bool(body.tools) and body.tool_choice != "none"
         begun = thinks and text.rstrip().endswith(THINK)
-        self._parsers = [AnswerParser(thinks=thinks, begun=begun, calls=calls) for _ in range(body.n or 1)]
+        most_calls = 1 if body.parallel_tool_calls is False else None
+        self._parsers = [AnswerParser(thinks=thinks, begun=begun, calls=calls, most_calls=most_calls) for _ in range(body.n or 1)]
         self._scores: list[list[dict[int, Logprob]]] = [[] for _ in self._parsers]
         self._token_ids: list[list[int]] = [[] for _ in self._parsers]
         self._begun: set[int] = set()
         self._ended: set[int] = set()
+        self._prompt_told = False
 
     def chunks(self, place: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         for answer in output.outputs:
@@ -139,11 +148,16 @@ class ChatWriter:
             if self._body.return_token_ids:
                 choice["token_ids"] = self._token_ids[index]
             self._scores[index], self._token_ids[index] = [], []
-            yield choice
+            yield {"choices": [choice]} | ({} if self._prompt_told else self._prompt(output))
+            self._prompt_told = True
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
-        found: dict[str, Any] = {"choices": [self._choice(answer) for answer in output.outputs]}
+        return {"choices": [self._choice(answer) for answer in output.outputs]} | self._prompt(output)
+
+    def _prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """What an answer, or a stream's first chunk, tells of the prompt."""
+        found: dict[str, Any] = {}
         if self._body.return_token_ids:
             found["prompt_token_ids"] = output.prompt_token_ids
         if self._body.prompt_logprobs is not None:

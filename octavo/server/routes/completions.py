@@ -9,10 +9,11 @@ from fastapi import APIRouter, Request, Response
 
 from octavo.engine.engine import Engine, Prompt
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
+from octavo.sampling_params import SamplingParams
 from octavo.server import answers, errors
 from octavo.server.errors import ApiError
-from octavo.server.protocol import MAX_PROMPTS, Completion, CompletionRequest
-from octavo.server.serving import Serving
+from octavo.server.protocol import Completion, CompletionRequest
+from octavo.server.serving import EncodedPrompts, Serving
 
 router = APIRouter()
 
@@ -21,7 +22,7 @@ router = APIRouter()
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue prompts. With `stream: true` the answer comes as server-sent events."""
     serving: Serving = request.app.state.serving
-    ticket = serving.ticket("cmpl", request, body.request_id, body.model)
+    ticket = serving.ticket("cmpl", request, body)
     engine = serving.engine.llm.engine
     prompts = _prompts(body.prompt)
     scored = body.max_tokens == 0
@@ -37,8 +38,11 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         changed["prompt_logprobs"] = body.logprobs
     params = body.params(serving.engine.llm.recommended, **changed)
-    encoded = await serving.work(lambda: _encode(engine, prompts, body, params))
-    return await answers.answer(request, serving, ticket, body, encoded, params, CompletionWriter(body, engine))
+
+    def read() -> tuple[EncodedPrompts, CompletionWriter]:
+        return _encode(engine, prompts, body, params), CompletionWriter(body, engine)
+
+    return await answers.answer(request, serving, ticket, body, params, len(prompts), read)
 
 
 def _prompts(prompt: Any) -> list[Prompt]:
@@ -48,15 +52,13 @@ def _prompts(prompt: Any) -> list[Prompt]:
         raise ApiError(400, "prompt: it is empty; at least one token is needed", param="prompt")
     if isinstance(prompt[0], int):
         return [prompt]
-    if len(prompt) > MAX_PROMPTS:
-        raise ApiError(400, f"prompt: {len(prompt)} of them; allowed: {MAX_PROMPTS} at most", param="prompt")
     return list(prompt)
 
 
-def _encode(engine: Engine, prompts: list[Prompt], body: CompletionRequest, params: Any) -> list[tuple[str | None, list[int]]]:
+def _encode(engine: Engine, prompts: list[Prompt], body: CompletionRequest, params: SamplingParams) -> EncodedPrompts:
     engine.check(params)
     bare = body.add_special_tokens is False
-    encoded: list[tuple[str | None, list[int]]] = []
+    encoded: EncodedPrompts = []
     for prompt in prompts:
         if bare and isinstance(prompt, str):
             encoded.append((prompt, engine.encode(engine.tokenizer.encode(prompt, add_special_tokens=False))[1]))
@@ -88,7 +90,7 @@ class CompletionWriter:
             self._begun.add(index)
             if answer.finish_reason is not None:
                 self._ended.add(index)
-            yield self._choice(index, output, answer, answer.delta, is_first, ends)
+            yield {"choices": [self._choice(index, output, answer, answer.delta, is_first, ends)]}
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         choices = []

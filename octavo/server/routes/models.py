@@ -45,16 +45,17 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         raise ApiError(400, "prompt: allowed: either it or messages", param="prompt")
     engine = serving.engine.llm.engine
 
-    def encode() -> list[int]:
+    def encode() -> bytes:
         if body.prompt is not None:
-            return engine.tokenizer.encode(body.prompt, body.add_special_tokens)
-        return engine.tokenizer.encode_templated(templated(engine, body))
+            ids = engine.tokenizer.encode(body.prompt, body.add_special_tokens)
+        else:
+            ids = engine.tokenizer.encode_templated(templated(engine, body))
+        content: dict[str, Any] = {"count": len(ids), "max_model_len": engine.capacity.longest, "tokens": ids}
+        if body.return_token_strs:
+            content["token_strs"] = [engine.tokenizer.decode([token_id], False, True) for token_id in ids]
+        return msgspec.json.encode(content)
 
-    ids = await serving.work(encode)
-    content: dict[str, Any] = {"count": len(ids), "max_model_len": engine.capacity.longest, "tokens": ids}
-    if body.return_token_strs:
-        content["token_strs"] = [engine.tokenizer.decode([token_id], False, True) for token_id in ids]
-    return Response(msgspec.json.encode(content), media_type="application/json")
+    return Response(await serving.work(encode), media_type="application/json")
 
 
 @router.post("/detokenize", response_model=Detokenized, responses=errors.documented(404, 503))
