@@ -105,6 +105,7 @@ def test_a_crowd_leaves_nothing_behind(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2700)
 def test_a_crowd_for_half_an_hour(tmp_path: Path):
     soak(tmp_path, 1800)
 
