@@ -77,7 +77,7 @@ def make_app(make: Callable[[], LLM], options: ServerOptions, loaded: Callable[[
     app.state.serving = serving
     for router in ROUTERS:
         app.include_router(router)
-    for kind in (RequestValidationError, HTTPException, OctavoError, Exception):
+    for kind in (RequestValidationError, HTTPException, OctavoError):  # any other is the door's to answer
         app.add_exception_handler(kind, errors.handle)
     app.add_exception_handler(ClientGoneError, _left)
     app.add_middleware(

@@ -17,6 +17,9 @@ from octavo.sampling_params import MAX_BIASES, MAX_LOGPROBS, RANGES, SamplingPar
 MAX_PROMPTS = 1024
 """Prompts of one call."""
 
+MAX_LABEL = 128
+"""Characters of a label that the log tells."""
+
 MAX_FIELDS = 256
 """Fields of one object."""
 
@@ -174,7 +177,7 @@ class SamplingBody(Body):
     min_tokens: int | None = ranged("min_tokens")
     prompt_logprobs: int | None = ranged("prompt_logprobs")
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = Field(default=None, description="both are the same: no vocabulary here puts spaces there")
     logit_bias: Annotated[dict[str, float] | None, BeforeValidator(lambda given: few(given, MAX_BIASES))] = Field(
         default=None, description="token id to a number from -100 to 100", json_schema_extra={"maxProperties": MAX_BIASES}
     )
@@ -188,7 +191,7 @@ class SamplingBody(Body):
         default=None, pattern=r"^[!-~]{1,128}$", description="the request's id; without it that of X-Request-Id, or a new one"
     )
     return_token_ids: bool | None = None
-    user: str | None = Field(default=None, description="a label; its first 128 characters are written to the log")
+    user: str | None = Field(default=None, description=f"a label; its first {MAX_LABEL} characters are written to the log")
 
     def params(self, recommended: dict[str, Any], **changed: Any) -> SamplingParams:
         """What the model recommends, what the body says, and what the caller makes of the rest. Raises InvalidValueError."""

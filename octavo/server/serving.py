@@ -18,17 +18,13 @@ from octavo.errors import shown
 from octavo.sampling_params import SamplingParams
 from octavo.server.errors import ApiError
 from octavo.server.metrics import Metrics
-from octavo.server.protocol import SamplingBody
+from octavo.server.protocol import MAX_LABEL, SamplingBody
 
 Result = TypeVar("Result")
 EncodedPrompts = list[tuple[str | None, list[int]]]
 
 ENCODERS = 2
 """Threads that make tokens of texts and compile structures, which may take long for some."""
-
-
-MAX_LABEL = 128
-"""Characters of a label that the log tells."""
 
 NO_TOKEN = "the deadline passed before the first token"
 

@@ -32,14 +32,21 @@ PROMPT = "Name the capital of France."
 class Gate:
     """Holds whoever encodes a prompt, until it is opened."""
 
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        encode, self._open = engine.tokenizer.encode, threading.Event()
+    def __init__(self, app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engine: AsyncEngine = app.state.serving.engine
+        tokenizer = self.engine.llm.tokenizer
+        encode, self._open = tokenizer.encode, threading.Event()
 
         def held(*args: Any, **more: Any) -> list[int]:
             assert self._open.wait(20)
             return encode(*args, **more)
 
-        monkeypatch.setattr(engine.tokenizer, "encode", held)
+        monkeypatch.setattr(tokenizer, "encode", held)
+
+    async def holds(self, count: int) -> None:
+        """Until so many prompts are being read."""
+        while self.engine._num_expected != count:
+            await asyncio.sleep(0.005)
 
     def open(self) -> None:
         self._open.set()
@@ -63,17 +70,12 @@ def ask(client: httpx.AsyncClient, **more: Any) -> asyncio.Task[httpx.Response]:
     return asyncio.ensure_future(client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True} | more))
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():
-        await asyncio.sleep(0.005)
-
-
 def test_what_is_read_counts_as_waiting_and_has_its_id(smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch):
     async def scenario() -> None:
         async with inside(smollm2_gguf, max_waiting=2) as (app, client):
-            gate = Gate(app.state.serving.engine.llm.engine, monkeypatch)
+            gate = Gate(app, monkeypatch)
             read = ask(client, request_id="first"), ask(client, prompt=[PROMPT], request_id="second")
-            await until(lambda: app.state.serving.engine._num_expected == 2)
+            await gate.holds(2)
             overloaded = await ask(client)
             assert overloaded.status_code == 429
             assert overloaded.headers["retry-after"]
@@ -100,7 +102,7 @@ def test_a_call_larger_than_what_may_wait_is_let_in_when_nothing_waits(smollm2_g
 def test_a_deadline_that_passes_while_a_prompt_is_read(smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch):
     async def scenario() -> None:
         async with inside(smollm2_gguf) as (app, client):
-            gate = Gate(app.state.serving.engine.llm.engine, monkeypatch)
+            gate = Gate(app, monkeypatch)
             began = time.monotonic()
             for stream in (False, True):
                 answer = await ask(client, timeout_ms=100, stream=stream)
@@ -108,7 +110,7 @@ def test_a_deadline_that_passes_while_a_prompt_is_read(smollm2_gguf: Path, monke
                 assert answer.json()["error"]["code"] == "timeout"
             assert time.monotonic() - began < 10  # the gate would hold for 20
             gate.open()
-            await until(lambda: app.state.serving.engine._num_expected == 0)
+            await gate.holds(0)
 
     run(scenario)
 
@@ -116,9 +118,9 @@ def test_a_deadline_that_passes_while_a_prompt_is_read(smollm2_gguf: Path, monke
 def test_deleted_while_it_is_read(smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch):
     async def scenario() -> None:
         async with inside(smollm2_gguf) as (app, client):
-            gate = Gate(app.state.serving.engine.llm.engine, monkeypatch)
+            gate = Gate(app, monkeypatch)
             answer = ask(client, request_id="gone", max_tokens=400)
-            await until(lambda: app.state.serving.engine._num_expected == 1)
+            await gate.holds(1)
             assert (await client.delete("/v1/requests/cmpl-gone")).status_code == 200
             gate.open()
             (choice,) = (await answer).json()["choices"]
@@ -130,7 +132,7 @@ def test_deleted_while_it_is_read(smollm2_gguf: Path, monkeypatch: pytest.Monkey
 def test_a_client_that_leaves_while_its_prompt_is_read(smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch):
     async def scenario() -> None:
         async with inside(smollm2_gguf) as (app, client):
-            gate = Gate(app.state.serving.engine.llm.engine, monkeypatch)
+            gate = Gate(app, monkeypatch)
             leave = asyncio.Event()
             body = json.dumps({"prompt": PROMPT, "request_id": "left"}).encode()
             messages = [{"type": "http.request", "body": body, "more_body": False}]
@@ -147,10 +149,10 @@ def test_a_client_that_leaves_while_its_prompt_is_read(smollm2_gguf: Path, monke
             headers = [(b"content-type", b"application/json")]
             scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b"", "root_path": ""}
             call = asyncio.ensure_future(app(scope, receive, send))
-            await until(lambda: app.state.serving.engine._num_expected == 1)
+            await gate.holds(1)
             leave.set()
             await call
-            assert app.state.serving.engine._num_expected == 0
+            assert gate.engine._num_expected == 0
             gate.open()
             assert (await ask(client, request_id="left")).status_code == 200
 
@@ -160,10 +162,10 @@ def test_a_client_that_leaves_while_its_prompt_is_read(smollm2_gguf: Path, monke
 def test_a_drain_waits_for_what_is_read_and_refuses_it(smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch):
     async def scenario() -> None:
         async with inside(smollm2_gguf) as (app, client):
-            gate = Gate(app.state.serving.engine.llm.engine, monkeypatch)
+            gate = Gate(app, monkeypatch)
             answer = ask(client)
-            await until(lambda: app.state.serving.engine._num_expected == 1)
-            drain = asyncio.ensure_future(app.state.serving.engine.drain(30))
+            await gate.holds(1)
+            drain = asyncio.ensure_future(gate.engine.drain(30))
             await asyncio.sleep(0.05)
             assert not drain.done()
             gate.open()
